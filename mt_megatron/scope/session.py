@@ -324,7 +324,7 @@ class Session:
 
     def _open(self, iteration: int) -> None:
         """Open the taps of ``iteration`` where it is sampled and somebody takes what is seen."""
-        if self._outbox is None or self._outbox.ended:
+        if self._outbox is None or self._outbox.ended or self._asked is None:
             return
         sampled = iteration % self._options.interval == 0 or self._mark is not None
         plans = [plan for plan in self._plans if plan.request.due(iteration, self._options.interval)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import http.client
 import signal
 import socket
 import sys
@@ -115,22 +116,28 @@ def _print_link(tokens: TokenFile, args: argparse.Namespace, *, is_elsewhere: bo
 
 
 def _serves(tokens: TokenFile) -> bool:
-    """Whether the process of ``tokens`` runs here and listens on their port: a killed one leaves the file,
-    and its port may be another run's by now."""
+    """Whether the process of ``tokens`` runs here and listens on their port, or whoever does takes them: a
+    killed one leaves the file, and its port may be another run's by now."""
     import psutil
 
     try:
         process = psutil.Process(tokens.pid)
         ask = process.net_connections if hasattr(process, "net_connections") else process.connections
         found = ask(kind="tcp")
-    except psutil.AccessDenied:
-        return _listens(tokens.port)
     except (psutil.Error, ValueError, TypeError):
-        return False
-    return any(each.status == psutil.CONN_LISTEN and each.laddr.port == tokens.port for each in found)
-
-
-def _listens(port: int) -> bool:
-    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=2):
+        found = []
+    if any(each.status == psutil.CONN_LISTEN and each.laddr.port == tokens.port for each in found):
         return True
+    # It may be another user's, or of a container that shares this one's network and has its own numbers.
+    return _takes(tokens)
+
+
+def _takes(tokens: TokenFile) -> bool:
+    """Whether the page at their port opens with ``tokens``."""
+    from mt_megatron.scope.web.access import link_to
+
+    link = http.client.HTTPConnection("127.0.0.1", tokens.port, timeout=2)
+    with contextlib.closing(link), contextlib.suppress(OSError, http.client.HTTPException):
+        link.request("GET", link_to(tokens).partition(f":{tokens.port}")[2])
+        return link.getresponse().getheader("set-cookie") is not None
     return False

@@ -21,6 +21,7 @@ from mt_megatron.scope.trainer import StepOutcome, Trainer
 from mt_megatron.seams import taps
 
 _LAYER = re.compile(r"(^|\.)layers\.\d+$")
+_EXPERTS = re.compile(r"(^|\.)(local_)?experts(\.|$)")
 _MOST_MICROBATCHES = 64
 
 
@@ -153,9 +154,9 @@ class Comparison:
         return look
 
     def _keep(self, key: tuple[str, int, int], tensor: Tensor) -> None:
-        if tensor.dim() < 3:
-            # Not [tokens, batch, features]: rows of experts are in the order of routing, which the
-            # perturbation changes, so the same row of both steps may be of two tokens.
+        if tensor.dim() < 3 and _EXPERTS.search(key[0]):
+            # Rows of experts are in the order of routing, which the perturbation changes, so the same row of
+            # both steps may be of two tokens.
             self._of(key[0]).not_comparable += 1
             return
         size = tensor.numel() * tensor.element_size()

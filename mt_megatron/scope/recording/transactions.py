@@ -34,8 +34,8 @@ class Transactions:
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._connection = connection
         self._execute = connection.execute
-        self.statements: list[tuple[str, tuple[Any, ...]]] = []
-        """Statements beside frames, for the next transaction."""
+        self.statements: dict[object, tuple[str, tuple[Any, ...]]] = {}
+        """Statements beside frames, for the next transaction; a later one replaces that of the same key."""
 
         self.held: list[tuple[int, Frame]] = []
         """Frames that wait, with their ranks."""
@@ -62,7 +62,7 @@ class Transactions:
 
     def commit(self) -> None:
         """End it, with the statements that have waited."""
-        for statement, values in self.statements:
+        for statement, values in self.statements.values():
             self._execute(statement, values)
         self._execute("COMMIT")
         self.statements.clear()
@@ -92,9 +92,13 @@ class Transactions:
         held, self.held = self.held, []
         return held
 
-    def run(self, statement: str, values: tuple[Any, ...]) -> None:
-        """A statement beside frames: at once, or in the next transaction while the lock is waited for."""
-        self.statements = [*self.statements[1 - MOST_STATEMENTS :], (statement, values)]
+    def run(self, statement: str, values: tuple[Any, ...], key: object = None) -> None:
+        """A statement beside frames: at once, or in the next transaction while the lock is waited for. There
+        it replaces one of the same ``key`` (None: a key of its own), so that sums, which grow with each
+        tick, leave the alerts their room."""
+        self.statements[object() if key is None else key] = statement, values
+        while len(self.statements) > MOST_STATEMENTS:
+            del self.statements[next(iter(self.statements))]
         if not self.waits and self.begin():
             self.commit()
 

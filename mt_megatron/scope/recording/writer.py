@@ -27,7 +27,7 @@ from .transactions import MOST_HELD_BYTES, PAUSE_SECONDS, Transactions, arrays_b
 TICK_SECONDS = 0.25
 """Between two transactions."""
 
-CLOSING_TRIES = 5
+CLOSING_TRIES = 2
 """To get the lock at the end."""
 
 
@@ -204,6 +204,7 @@ class Writer:
             self._outside(
                 "INSERT OR REPLACE INTO dropped VALUES (?, ?, ?, ?, ?, ?, ?)",
                 (known.session, source, rank, max(known.last_step, 0), time.time_ns(), frames, size),
+                ("dropped", known.session, source, rank),
             )
 
     def close(self) -> None:
@@ -561,11 +562,11 @@ class Writer:
 
     # Troubles.
 
-    def _outside(self, statement: str, values: tuple[Any, ...]) -> None:
-        """A statement beside frames."""
+    def _outside(self, statement: str, values: tuple[Any, ...], key: object = None) -> None:
+        """A statement beside frames, as ``Transactions.run`` has it."""
         if self.stopped is None:
             try:
-                self._transactions.run(statement, values)
+                self._transactions.run(statement, values, key)
             except sqlite3.Error as error:
                 self._stop(error)
 

@@ -27,6 +27,7 @@ from mt_megatron.scope.recording.writer import TICK_SECONDS, Alert, Writer
 from .alerts import AlertModel, as_map
 from .keeper import Keeper
 from .sinks.base import Sink
+from .sinks.queued import QueuedSink
 
 PERIOD_SECONDS = 0.25
 LARGEST_SHARE = 0.1
@@ -124,6 +125,9 @@ class Follower:
             time.sleep(OTHERS_SECONDS / 20)
             self._guarded(self.look)
         self._guarded(lambda: self.look(final=True))
+        for sink in self._sinks or ():
+            if isinstance(sink, QueuedSink):
+                sink.begin_to_close()  # they are waited for at the same time
         for sink in self._sinks or ():
             self._guarded(sink.close)
         if self._recording is not None:

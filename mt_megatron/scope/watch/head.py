@@ -138,6 +138,7 @@ class Head:
                     block.logits[lines],
                     block.labels[lines],
                     block.first,
+                    words=-(-block.vocab_size // self._place.layout.tp),
                 )
 
     def add(
@@ -149,9 +150,13 @@ class Head:
         logits: Tensor,
         labels: Tensor,
         first: int,
+        *,
+        words: int,
     ) -> None:
-        """Keep what ``logits`` [n, words], of the words from id ``first`` on, say of ``labels`` [n]."""
-        step = max(1, MOST_WORDS // max(logits.size(-1), 1))
+        """Keep what ``logits`` [n, words], of the words from id ``first`` on, say of ``labels`` [n].
+        ``words``: the same on all ranks. One whose words are padding in part has fewer, and its pieces
+        must be those of the others."""
+        step = max(1, MOST_WORDS // max(words, 1))
         for begin in range(0, logits.size(0), step):
             piece = slice(begin, begin + step)
             self._add(path, microbatch, sample, position + begin, logits[piece], labels[piece], first)
@@ -243,15 +248,16 @@ class _Lens:
             weight = model.shared_embedding_or_output_weight()
         weight = weight.detach()
         norm = model.decoder.final_layernorm
-        words = weight.size(0)
+        each = words = weight.size(0)
         first = self._head._place.at.tp * words
         whole = getattr(model, "unpadded_vocab_size", None)
         if whole is not None:
             words = min(words, max(whole - first, 0))
-        step = max(1, MOST_WORDS // max(words, 1))
+        step = max(1, MOST_WORDS // max(each, 1))
         for begin in range(0, hidden.size(0), step):
             piece = slice(begin, begin + step)
             # The modules' own forward, past whatever is tapped on them.
             normed = type(norm).forward(norm, hidden[piece].unsqueeze(1))[:, 0]
             logits = normed.to(weight.dtype) @ weight[:words].t()
-            self._head.add(self._path, microbatch, sample, position + begin, logits, labels[piece], first)
+            at = position + begin
+            self._head.add(self._path, microbatch, sample, at, logits, labels[piece], first, words=each)

@@ -198,7 +198,7 @@ class Stubborn:
 
 
 def test_nobody_waits_for_a_server_and_what_it_cannot_take_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mt_megatron.scope.sidecar.sinks.queued.MOST_WAITING", 4)
+    monkeypatch.setattr("mt_megatron.scope.sidecar.sinks.queued.MOST_NUMBERS", 4 * len(NUMBERS))
     monkeypatch.setattr("mt_megatron.scope.sidecar.sinks.queued.CLOSE_SECONDS", 0.2)
     said: list[str] = []
     inner, opens = Stubborn(), threading.Event()
@@ -213,7 +213,10 @@ def test_nobody_waits_for_a_server_and_what_it_cannot_take_is_told(monkeypatch: 
     assert sink.left_out == 3
     assert said == ["scope: stubborn does not keep up: numbers from step 5 on are left out of it"]
     sink.close()
-    assert "stubborn does not answer" in said[1]
+    assert said[1:] == [
+        "scope: stubborn lacks 3 records that it could not take in time",
+        "scope: stubborn does not answer: it lacks the last 4 records",
+    ]
     opens.set()
     inner.answers.set()
     sink._thread.join(30)

@@ -93,13 +93,17 @@ def _head() -> Head:
     return Head([], place, told=lambda text: None)
 
 
+WORDS = 30
+"""Of a rank without padding of the vocabulary."""
+
+
 def test_logits_are_looked_at_in_pieces_and_no_more_than_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     logits, labels = random(10, 30), torch.arange(10)
     whole = _head()
-    whole.add("output_layer", 0, 0, 5, logits, labels, 0)
+    whole.add("output_layer", 0, 0, 5, logits, labels, 0, words=WORDS)
     monkeypatch.setattr("mt_megatron.scope.watch.head.MOST_WORDS", 100)
     pieces = _head()
-    pieces.add("output_layer", 0, 0, 5, logits, labels, 0)
+    pieces.add("output_layer", 0, 0, 5, logits, labels, 0, words=WORDS)
     assert [(each.position, len(each.tensors[0])) for each in pieces.seen] == [
         (5, 3),
         (8, 3),
@@ -110,18 +114,30 @@ def test_logits_are_looked_at_in_pieces_and_no_more_than_are_sent(monkeypatch: p
         assert torch.equal(torch.cat([each.tensors[index] for each in pieces.seen]), expected)
     monkeypatch.setattr("mt_megatron.scope.watch.head.MOST_SEEN", 1000)
     pieces.taken()
-    pieces.add("output_layer", 0, 0, 5, logits, labels, 0)
+    pieces.add("output_layer", 0, 0, 5, logits, labels, 0, words=WORDS)
     seen, left_out = pieces.taken()
     assert len(seen) == 3 and left_out == 3 * 140
     assert pieces.taken() == ([], 0)
+
+
+def test_ranks_with_fewer_words_look_at_the_same_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank's last words may be padding. Pieces that differ are no parts of one another: their losses would
+    be NaN."""
+    monkeypatch.setattr("mt_megatron.scope.watch.head.MOST_WORDS", 100)
+    logits, labels, found = random(10, WORDS), torch.arange(10), []
+    for words in (WORDS, 10, 0):
+        head = _head()
+        head.add("output_layer", 0, 0, 5, logits[:, :words], labels, 0, words=WORDS)
+        found.append([(each.position, len(each.tensors[0])) for each in head.seen])
+    assert found[0] == found[1] == found[2] and len(found[0]) == 4
 
 
 def test_a_rank_without_words_of_the_vocabulary_changes_nothing() -> None:
     """Nothing but padding: of a vocabulary of 257 padded to 512, the last of four ranks has none."""
     head = _head()
     logits, labels = random(3, 8), torch.tensor([1, 2, 3])
-    head.add("output_layer", 0, 0, 0, logits, labels, 0)
-    head.add("output_layer", 0, 0, 0, logits[:, :0], labels, 384)
+    head.add("output_layer", 0, 0, 0, logits, labels, 0, words=WORDS)
+    head.add("output_layer", 0, 0, 0, logits[:, :0], labels, 384, words=WORDS)
     names = ("ids", "loss", "entropy", "top_ids", "top_logprobs", "lse")
     alone, none = (
         {name: each.numpy() for name, each in zip(names, seen.tensors, strict=True)} | {"parts": 2}

@@ -11,12 +11,14 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from mt_megatron.cli.scope.open import _serves
 from mt_megatron.errors import ConfigError, ScopeError
 from mt_megatron.scope.recording.files import scope_files
 from mt_megatron.scope.recording.reader import open_recording
@@ -333,3 +335,14 @@ def inodes_of_listeners(pid: int) -> set[tuple[str, str, int]]:
             if f"socket:[{columns[9]}]" in held and (not table.startswith("tcp") or columns[3] == "0A"):
                 found.add((table, address, int(port, 16)))
     return found
+
+
+def test_a_page_whose_process_cannot_be_seen_is_known_by_its_tokens(run: Path) -> None:
+    """As of a container that has the host's network and numbers of its own."""
+    with served(run) as page:
+        known = read_token_file(run / "scope" / "page.json")
+        elsewhere = replace(known, pid=2**22 + 1)
+        assert _serves(known) and _serves(elsewhere)
+        assert not _serves(replace(elsewhere, view="x" * 43))
+        assert page.port == known.port
+    assert not _serves(elsewhere)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -10,8 +11,8 @@ from pathlib import Path
 
 from .base import Sink, SinkError, make
 
-MOST_WAITING = 256
-"""Records that wait for a sink; what comes then is left out and counted."""
+MOST_NUMBERS = 200_000
+"""Numbers that wait for a sink, some 30 MiB; what comes then is left out and counted."""
 
 CLOSE_SECONDS = 12.0
 """How long the end waits for what is left, and for the sink to finish."""
@@ -30,33 +31,43 @@ class QueuedSink:
         self._open_sink = open_sink
         self._say = say
         self._waiting: deque[tuple[int, Mapping[str, float]]] = deque()
+        self._numbers = self._unfinished = 0
+        """Of what waits, and records that the sink has not taken."""
+
         self._changed = threading.Condition()
-        self._closing = False
+        self._until: float | None = None
         self._thread = threading.Thread(target=self._run, name=f"scope-sink-{title}", daemon=True)
         self._thread.start()
 
     def record(self, step: int, numbers: Mapping[str, float]) -> None:
         """Queue the numbers of ``step``."""
         with self._changed:
-            room = len(self._waiting) < MOST_WAITING
+            room = self._numbers < MOST_NUMBERS
             if room and self._thread.is_alive():
                 self._waiting.append((step, dict(numbers)))
+                self._numbers += len(numbers)
+                self._unfinished += 1
                 self._changed.notify()
             elif not room:
                 self.left_out += 1
         if not room and self.left_out == 1:
             self._say(f"scope: {self.title} does not keep up: numbers from step {step} on are left out of it")
 
-    def close(self) -> None:
-        """Hand on what waits, and finish."""
+    def begin_to_close(self) -> None:
+        """Hand on what waits, and finish; without waiting for it."""
         with self._changed:
-            self._closing = True
+            self._until = self._until or time.monotonic() + CLOSE_SECONDS
             self._changed.notify()
-        self._thread.join(CLOSE_SECONDS)
+
+    def close(self) -> None:
+        """Wait for the end, until ``CLOSE_SECONDS`` after ``begin_to_close``."""
+        self.begin_to_close()
+        assert self._until is not None
+        self._thread.join(max(0.0, self._until - time.monotonic()))
+        if self.left_out:
+            self._say(f"scope: {self.title} lacks {self.left_out:,} records that it could not take in time")
         if self._thread.is_alive():
-            self._say(
-                f"scope: {self.title} does not answer: it lacks the last {len(self._waiting) + 1} records"
-            )
+            self._say(f"scope: {self.title} does not answer: it lacks the last {self._unfinished:,} records")
 
     def _run(self) -> None:
         try:
@@ -67,6 +78,8 @@ class QueuedSink:
         try:
             while (found := self._next()) is not None:
                 sink.record(*found)
+                with self._changed:
+                    self._unfinished -= 1
             sink.close()
         except Exception as error:  # noqa: BLE001 - a foreign package: its troubles end it alone
             self._say(f"scope: nothing more goes to {self.title} ({type(error).__name__}: {error})")
@@ -74,9 +87,13 @@ class QueuedSink:
     def _next(self) -> tuple[int, Mapping[str, float]] | None:
         """The next record; None at the end."""
         with self._changed:
-            while not self._waiting and not self._closing:
+            while not self._waiting and self._until is None:
                 self._changed.wait()
-            return self._waiting.popleft() if self._waiting else None
+            if not self._waiting:
+                return None
+            found = self._waiting.popleft()
+            self._numbers -= len(found[1])
+            return found
 
 
 def queued(texts: Sequence[str], run: Path, say: Callable[[str], None]) -> list[Sink]:
