@@ -76,7 +76,9 @@ ensure_environment() {
         mkdir -p "$venv"
         # Two starters on one machine: the second waits, then finds the work done.
         exec 9>"$venv/.lock"
-        if command -v flock >/dev/null; then flock 9; fi
+        if command -v flock >/dev/null && ! flock 9; then
+            say "no file locks on the storage of $venv: start the first time on one machine alone"
+        fi
     fi
     if [[ $DRY_RUN == 1 || ! -x $venv/bin/python ]] || ! has_mt_megatron "$venv/bin/python"; then
         install_environment "$base" "$venv"

@@ -18,6 +18,7 @@ from mt_megatron.checkpoint import files
 from mt_megatron.checkpoint.file_locks import GONE, FileLock
 from mt_megatron.checkpoint.write import Task
 from mt_megatron.config.schema import CheckpointConfig
+from mt_megatron.errors import CheckpointError
 
 _HIDDEN = re.compile(
     r"\.(?P<final>iter_\d{7,})(?:\.(?P<owner>[A-Za-z0-9_-]+))?\.(?P<kind>partial|replaced|pruned)"
@@ -97,17 +98,29 @@ def prune(
     that cannot be removed; the others go all the same.
 
     Kept are the newest one (the step ``proven``, or that of ``LATEST``), the ``keep_last`` latest steps up to
-    it, steps that ``retain_interval`` divides, later steps (another branch of the run, which this one did
-    not supersede), and any that a process is reading. None of both options keeps all.
+    it, the first step from each multiple of ``retain_interval`` on (saves by the clock fall on none), steps
+    of another branch of the run (later ones, and those that the newest one's manifest names as
+    ``left_behind``), which this one did not supersede, and any that a process is reading. None of both
+    options keeps all.
     """
     if keep_last is None and retain_interval is None:
         return []
     newest = int((directory / files.LATEST).read_text(encoding="utf-8")) if proven is None else proven
-    candidates = [f for f in files.complete_checkpoints(directory) if (files.iteration_of(f) or 0) <= newest]
+    others = left_behind(directory / files.folder_name(newest))
+    candidates = [
+        folder
+        for folder in files.complete_checkpoints(directory)
+        if (files.iteration_of(folder) or 0) <= newest and files.iteration_of(folder) not in others
+    ]
+    retained = {0: 0}
+    """Multiple of the interval -> the first step from it on."""
+
     removed = []
     for folder in candidates[: -(keep_last or 1)]:
         iteration = files.iteration_of(folder) or 0
-        if iteration == newest or (retain_interval is not None and iteration % retain_interval == 0):
+        if retain_interval is not None:
+            retained.setdefault(iteration // retain_interval, iteration)
+        if iteration == newest or iteration in retained.values():
             continue
         # No other folder's name: an earlier checkpoint of this step may have stayed.
         hidden = folder.with_name(f".{folder.name}.{files.owner_name()}.pruned")
@@ -126,6 +139,16 @@ def prune(
         if stays is not None:
             say(stays)
     return removed
+
+
+def left_behind(folder: Path) -> frozenset[int]:
+    """Steps beside ``folder`` that lie on branches which its run has gone back from; none where its manifest
+    cannot be read."""
+    try:
+        steps = files.read_manifest(folder).get("left_behind")
+    except CheckpointError:
+        return frozenset()
+    return frozenset(each for each in steps or () if isinstance(each, int))
 
 
 def supersedes(options: CheckpointConfig) -> bool:

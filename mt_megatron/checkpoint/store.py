@@ -21,7 +21,7 @@ import mt_megatron
 from mt_megatron.checkpoint import files
 from mt_megatron.checkpoint.load import damage, load_checkpoint, load_weights
 from mt_megatron.checkpoint.progress import Progress
-from mt_megatron.checkpoint.retention import Retention, recover, supersedes
+from mt_megatron.checkpoint.retention import Retention, left_behind, recover, supersedes
 from mt_megatron.checkpoint.run_lock import on_main
 from mt_megatron.checkpoint.run_parts import Job, Trainable
 from mt_megatron.checkpoint.save import Save, Saver, SaveReport
@@ -109,6 +109,7 @@ class CheckpointStore:
         self._untold: list[SaveReport] = []
         self._retention = Retention(options, say) if options.save is not None and job.is_main else None
         self._saved_at = time.monotonic()
+        self._left_behind: frozenset[int] = frozenset()
         self._saver: Saver | None = None
         if options.save is not None:
             document = {"versions": versions(job), **manifest}
@@ -135,6 +136,7 @@ class CheckpointStore:
             if verify and "files" not in manifest:
                 notes.append(f"{folder} was written without checksums: its files are taken as they are")
             self.newest = folder
+            on_main(self._job, lambda: self._leave_behind(folder))
             self._superseding(folder)
             lines.append(f"continuing from {folder} at step {progress.iteration}")
             return Resumed(
@@ -168,6 +170,22 @@ class CheckpointStore:
             others = {key: each for key, each in self._saver.manifest.items() if key != name}
             self._saver.manifest = others if value is None else {**others, name: value}
 
+    def _leave_behind(self, folder: Path) -> None:
+        """Name the steps of the branch that going back to ``folder`` leaves, in manifests from now on: this
+        run's later steps come to lie among them."""
+        if self._saver is None or folder.absolute().parent != self._saver.directory.absolute():
+            return
+        steps = {files.iteration_of(each) for each in files.complete_checkpoints(self._saver.directory)}
+        later = {each for each in steps if each is not None and each > (files.iteration_of(folder) or 0)}
+        self._left_behind = left_behind(folder) | later
+        self._name_left_behind()
+
+    def _name_left_behind(self) -> None:
+        assert self._saver is not None
+        others = {key: each for key, each in self._saver.manifest.items() if key != "left_behind"}
+        named = {"left_behind": sorted(self._left_behind)} if self._left_behind else {}
+        self._saver.manifest = {**others, **named}
+
     def put_off(self) -> None:
         """What was due is left out: the clock begins anew."""
         self._saved_at = time.monotonic()
@@ -199,6 +217,10 @@ class CheckpointStore:
         if self.is_saved(progress):
             return ended
         background = self.options.async_save and not final
+        if progress.iteration in self._left_behind:
+            # It takes the other branch's place.
+            self._left_behind -= {progress.iteration}
+            self._name_left_behind()
         self._pending = Save(self._saver, self._trainable, progress, background=background)
         self._pending.begin()
         return ended if background else ended + self._wait()
@@ -328,9 +350,13 @@ class CheckpointStore:
         if not found:
             return newest, []
         said = f"{newest} is damaged:\n" + "\n".join(f"- {line}" for line in found)
+        others: frozenset[int] = on_main(self._job, lambda: left_behind(newest))
         there: list[Path] = on_main(self._job, lambda: files.complete_checkpoints(newest.parent))
         older = [
-            each for each in there if (files.iteration_of(each) or 0) < (files.iteration_of(newest) or 0)
+            each
+            for each in there
+            if (files.iteration_of(each) or 0) < (files.iteration_of(newest) or 0)
+            and files.iteration_of(each) not in others
         ]
         good = next((each for each in reversed(older) if not damage(each)), None)
         if good is None:

@@ -330,7 +330,8 @@ class CheckpointConfig:
     ``save_retain_interval``."""
 
     save_retain_interval: int | None = None
-    """Keep checkpoints of steps that this divides for good. None: ``save_keep_last`` alone decides."""
+    """Keep for good the first checkpoint from each multiple of so many steps on. None: ``save_keep_last``
+    alone decides."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -50,7 +50,12 @@ from mt_megatron.training.logging.summary import (
 )
 from mt_megatron.training.logging.throughput import Window
 from mt_megatron.training.model import Trainable, build
-from mt_megatron.training.preflight import check_before_start, check_document_end, check_folder
+from mt_megatron.training.preflight import (
+    check_batch_size,
+    check_before_start,
+    check_document_end,
+    check_folder,
+)
 from mt_megatron.training.scan_session import tracing_of
 from mt_megatron.training.scope_session import scope_of
 from mt_megatron.training.scope_trainer import ScopeTrainer
@@ -369,6 +374,7 @@ class _Run:
         if resumed.folder is not None:
             # An older one may have taken the place of the one that was checked before the start.
             check_folder(resumed.folder, self.config)
+            check_batch_size(resumed.folder, self.config, self.job.layout.world_size)
             check_document_end(resumed.folder, self.config, self.tokenizer.eod)
         if resumed.folder is None and self.config.checkpoint.init_from_hf is not None:
             self.display.say(init_from_hf(self.config, self.trainable))

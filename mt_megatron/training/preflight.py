@@ -18,6 +18,7 @@ from mt_megatron.errors import CheckpointError, ConfigError
 from mt_megatron.fp8.kernels import chosen
 from mt_megatron.fp8.layers import run_recipe
 from mt_megatron.layers.moe.router import constant_weight_warning, has_constant_weight
+from mt_megatron.parallel.rank_layout import RankLayout
 from mt_megatron.planning.memory_estimate import memory_of
 from mt_megatron.planning.parameters import padded_vocab_size
 from mt_megatron.seams import widened
@@ -151,6 +152,30 @@ def check_folder(folder: Path, config: TrainingConfig) -> list[str]:
         # A conversion wrote it: its options of training are defaults, which nobody chose.
         found = [each for each in found if each.kind is not Kind.OBJECTIVE]
     return [*marked, *notes(found, config, f"the checkpoint {folder}")]
+
+
+def check_batch_size(folder: Path, config: TrainingConfig, world_size: int) -> None:
+    """Raise ``CheckpointError`` when the run that saved ``folder`` had another global batch size than this
+    one has by default, on another number of processes: the learning rate's schedule counts samples, and
+    would jump."""
+    manifest = read_manifest(folder)
+    layout, document = manifest.get("layout"), manifest.get("config")
+    train = document.get("train") if isinstance(document, Mapping) else None
+    ours = config.train
+    if ours.global_batch_size is not None or ours.rampup_batch_size is not None:
+        return
+    if manifest.get("weights_only") or not isinstance(layout, Mapping) or not isinstance(train, Mapping):
+        return
+    before, micro = train.get("global_batch_size"), train.get("micro_batch_size")
+    if before is None and isinstance(micro, int):
+        before = micro * RankLayout(**layout).dp
+    now = config.global_batch_size(world_size)
+    if isinstance(before, int) and before != now:
+        raise CheckpointError(
+            f"{folder} was trained with {before} sequences per step, and this run takes {now} by default "
+            "(micro_batch_size x data-parallel size); expected one size, or a choice. Set "
+            f"--global-batch-size {before} to go on as it was, or {now} to change it"
+        )
 
 
 def check_document_end(folder: Path, config: TrainingConfig, end: int) -> None:

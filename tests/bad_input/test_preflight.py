@@ -16,6 +16,7 @@ from mt_megatron.config.schema import TrainingConfig
 from mt_megatron.errors import CheckpointError, ConfigError
 from mt_megatron.planning.memory_estimate import memory_of
 from mt_megatron.training.preflight import (
+    check_batch_size,
     check_checkpoint,
     check_document_end,
     device_memory,
@@ -293,3 +294,26 @@ def test_another_end_of_documents_than_the_checkpoints_is_refused(tmp_path: Path
         check_document_end(tmp_path, looking, 8)
     write_manifest(tmp_path, {"iteration": 1})
     check_document_end(tmp_path, looking, 8)
+
+
+def test_another_number_of_processes_changes_no_batch_size_in_silence(tmp_path: Path) -> None:
+    """By default the batch grows with the processes, and the schedule counts its samples."""
+    layout = {"world_size": 8, "tp": 1, "pp": 1, "cp": 1, "ep": 1, "vpp": None, "v": False}
+
+    def manifest(name: str, **given: object) -> Path:
+        folder = tmp_path / name
+        folder.mkdir()
+        write_manifest(folder, {"config": config().to_dict(), "layout": layout, **given})
+        return folder
+
+    folder = manifest("default")
+    check_batch_size(folder, config(), 8)
+    message = (
+        "trained with 8 sequences per step, and this run takes 4 by default.*--global-batch-size 8 to go"
+    )
+    with pytest.raises(CheckpointError, match=message):
+        check_batch_size(folder, config(), 4)
+    for size in ("8", "4"):
+        check_batch_size(folder, config("--global-batch-size", size), 4)
+    check_batch_size(manifest("given", config=config("--global-batch-size", "4").to_dict()), config(), 4)
+    check_batch_size(manifest("converted", weights_only=True), config(), 4)

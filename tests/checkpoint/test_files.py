@@ -172,6 +172,42 @@ def test_the_last_few_and_every_so_many_are_kept(tmp_path: Path) -> None:
     assert names(tmp_path) == [60]
 
 
+def test_saves_by_the_clock_that_fall_on_no_multiple_are_kept_every_so_many(tmp_path: Path) -> None:
+    for iteration in (700, 1437, 1790, 2871, 4310, 4990, 5001):
+        write_and_publish(tmp_path, iteration, b"a")
+        retention.prune(tmp_path, keep_last=None, retain_interval=1000)
+    assert names(tmp_path) == [1437, 2871, 4310, 5001]
+    write_and_publish(tmp_path, 5400, b"a")
+    retention.prune(tmp_path, keep_last=None, retain_interval=1000)
+    assert names(tmp_path) == [1437, 2871, 4310, 5001, 5400]
+
+
+def test_a_branch_that_was_left_takes_no_place_of_this_ones(tmp_path: Path) -> None:
+    for iteration in (1012, 1497, 1530, 2003):
+        write_and_publish(tmp_path, iteration, b"a")
+    newest = tmp_path / "iter_0002003"
+    files.write_manifest(newest, {**read_manifest(newest), "left_behind": [1530]})
+    retention.prune(tmp_path, keep_last=2, retain_interval=None)
+    assert names(tmp_path) == [1497, 1530, 2003]
+
+
+def test_going_back_names_the_branch_that_is_left(tmp_path: Path) -> None:
+    for iteration in (1012, 1530, 2040):
+        write_and_publish(tmp_path, iteration, b"a")
+    (tmp_path / LATEST).write_text("1530\n")
+    job: Any = SimpleNamespace(is_main=True)
+    trainable: Any = None
+    store = CheckpointStore(CheckpointConfig(), trainable, job, {}, print)
+    manifest: Any = SimpleNamespace(directory=tmp_path, manifest={"versions": {}}, owner="x")
+    store._saver = manifest
+    store._leave_behind(tmp_path / "iter_0001012")
+    assert store._saver is not None and store._saver.manifest["left_behind"] == [1530, 2040]
+    # Its own save of such a step is of this branch.
+    store._left_behind -= {1530}
+    store._name_left_behind()
+    assert store._saver.manifest == {"versions": {}, "left_behind": [2040]}
+
+
 def test_later_steps_of_another_branch_are_not_pruned(tmp_path: Path) -> None:
     for iteration in (10, 20, 30, 40):
         write_and_publish(tmp_path, iteration, b"a")

@@ -15,7 +15,17 @@ from mt_megatron.errors import DataError
 
 def checkpoint_problems(config: TrainingConfig) -> list[str]:
     """One line per problem: found, expected, what to change."""
-    return [*_kept(config), *_without_a_folder(config), *override_problems(config)]
+    return [*_kept(config), *_without_a_folder(config), *_skipping(config), *override_problems(config)]
+
+
+def _skipping(config: TrainingConfig) -> list[str]:
+    options = config.checkpoint
+    if options.resume_skip_damaged and not options.verify_checkpoint:
+        return [
+            "resume_skip_damaged is set with --no-verify-checkpoint, which finds no damage; expected one of "
+            "the two. Leave --no-verify-checkpoint or --resume-skip-damaged out."
+        ]
+    return []
 
 
 def _kept(config: TrainingConfig) -> list[str]:
@@ -265,6 +275,13 @@ def _checkpoints(config: TrainingConfig) -> list[str]:
 def _outputs(config: TrainingConfig) -> list[str]:
     """Whether the folders that the run writes to can be written to; they are made when they are needed."""
     logging, found = config.logging, []
+    if logging.wandb_project is None:
+        found += [
+            f"{name} is set without wandb_project, without which nothing is logged there; expected both. Set "
+            "--wandb-project."
+            for name in ("wandb_exp_name", "wandb_save_dir")
+            if getattr(logging, name) is not None
+        ]
     path = logging.metrics_path
     if path is not None:
         if path == "":

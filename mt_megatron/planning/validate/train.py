@@ -90,6 +90,11 @@ def _learning_rate(config: TrainingConfig) -> list[str]:
         )
     if train.lr_decay_style == "WSD" and train.lr_wsd_decay_iters is None:
         found.append("lr_wsd_decay_iters is not set; expected a number with WSD. Set --lr-wsd-decay-iters.")
+    if train.lr_wsd_decay_iters is not None and train.lr_decay_style != "WSD":
+        found.append(
+            f"lr_wsd_decay_iters is set with lr_decay_style {train.lr_decay_style}; expected WSD, which "
+            "alone has it. Set --lr-decay-style WSD, or leave --lr-wsd-decay-iters out."
+        )
     if train.lr_wsd_decay_iters is not None and decay is not None and train.lr_wsd_decay_iters > decay:
         found.append(
             f"lr_wsd_decay_iters is {train.lr_wsd_decay_iters}; expected at most the {decay} steps of the "
