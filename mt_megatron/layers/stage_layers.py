@@ -46,6 +46,12 @@ def share_of_this_stage(config: Any) -> Share | None:
     )
     if layout is None and (first, last) == (None, None) and not stage_order.is_v():
         return None
+    if layout is None and (first, last) != (None, None) and stage_order.is_v():
+        raise ConfigError(
+            f"found {first} layers in the first pipeline stage and {last} in the last with stages in a V, "
+            "where the first rank has both; expected none. Give pipeline_model_parallel_layout, which names "
+            "every stage's"
+        )
     size = parallel_state.get_pipeline_model_parallel_world_size()
     if size != stages:
         raise ConfigError(

@@ -16,6 +16,7 @@ import torch
 
 from mt_megatron.config.parse import load_config
 from mt_megatron.config.schema import DataConfig
+from mt_megatron.data.loader import datasets
 from mt_megatron.data.loader.datasets import build_datasets, has_order, order_fingerprint, unused_test_data
 from mt_megatron.data.loader.tokenizer import NullTokenizer
 from mt_megatron.errors import DataError
@@ -378,3 +379,38 @@ def test_all_ranks_see_the_same_blend_and_only_rank_0_builds_it(tmp_path: Path) 
         assert first[key] == second[key]
     assert first["parts"][0] >= 40 and first["parts"][1] >= 8 and first["parts"][2] is None
     assert "cannot be written" in first["said"] and "--data-cache-path" in first["said"]
+
+
+def fingerprints_of_copies(folder: str, other: str) -> tuple[str, str]:
+    """The rank's side: of its own copy of the data in ``folder``, changed on rank 1 in the way ``other``."""
+    torch.distributed.init_process_group("gloo")
+    rank = torch.distributed.get_rank()
+    own = Path(folder) / f"rank{rank}"
+    own.mkdir()
+    for suffix in (".idx", ".bin"):
+        path = own / f"data{suffix}"
+        path.write_bytes(suffix.encode() * 40_000)
+        if rank and other == "time":
+            os.utime(path, (1, 1))
+        elif rank:
+            path.write_bytes(suffix.encode() * 39_999 + b"?" * 4)
+    try:
+        return datasets._files_fingerprint([str(own / "data")]), datasets._agreed_fingerprint(
+            [str(own / "data")]
+        )
+    except DataError as error:
+        return "", str(error)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("other", ["time", "content"])
+def test_copies_on_the_nodes_disks_share_an_index(other: str, tmp_path: Path) -> None:
+    (first, agreed), second = run_ranks(
+        2, "tests.data.test_datasets:fingerprints_of_copies", str(tmp_path), other
+    )
+    assert agreed == first
+    if other == "time":
+        assert second[0] != second[1] == first, "rank 0's names the folder of the index"
+    else:
+        assert "are not those of rank 0" in second[1] and "rank1/data" in second[1]

@@ -156,3 +156,18 @@ def test_a_configuration_is_asked_by_either_versions_names() -> None:
 def test_spreading_gives_what_is_left_to_the_first() -> None:
     assert spread(61, 16) == [4] * 13 + [3] * 3
     assert spread(2, 3) == [1, 1, 0]
+
+
+def test_layers_of_the_ends_are_refused_where_stages_are_a_v(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first rank has both ends there."""
+    from mt_megatron.layers import stage_layers
+
+    config = SimpleNamespace(
+        num_layers=8,
+        pipeline_model_parallel_size=2,
+        num_layers_in_first_pipeline_stage=2,
+        num_layers_in_last_pipeline_stage=6,
+    )
+    monkeypatch.setattr(stage_layers.stage_order, "is_v", lambda: True)
+    with pytest.raises(ConfigError, match="stages in a V, where the first rank has both"):
+        stage_layers.share_of_this_stage(config)

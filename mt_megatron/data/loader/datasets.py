@@ -12,6 +12,8 @@ import hashlib
 import json
 import logging
 import math
+import os
+import socket
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -180,7 +182,8 @@ def build_datasets(
 
     Rank 0 writes the index cache, the others then read it, so the folder (``data.data_cache_path``,
     else ``cache_dir``) must be one that all nodes see. Its subfolder is named after the size and
-    time of every data file: data prepared anew under the same path gets a new index.
+    time of every data file on rank 0: data prepared anew under the same path gets a new index, and copies on
+    disks of the nodes may have other times.
 
     A mask is only made for ``reset_attention_mask`` with ``packed_sequences=False``. Otherwise
     attention is causal, and ``batches`` says where documents begin if they are to be kept apart.
@@ -193,7 +196,7 @@ def build_datasets(
     sources, prefixes = _sources(data, (train_samples, valid_samples, test_samples))
     for prefix in prefixes:
         _check_indexed(prefix, tokenizer)
-    cache = Path(data.data_cache_path or cache_dir) / _files_fingerprint(prefixes)
+    cache = Path(data.data_cache_path or cache_dir) / _agreed_fingerprint(prefixes)
     config = GPTDatasetConfig(
         random_seed=seed,
         sequence_length=sequence_length,
@@ -430,6 +433,38 @@ def _check_indexed(prefix: str, tokenizer: TokenizerLike) -> None:
             f"{prefix}.bin holds token {int(head.max())}, and the tokenizer has only {tokenizer.vocab_size} "
             "tokens: the data was prepared with another one. Name that one with --tokenizer-model"
         )
+
+
+_ENDS = 1 << 16
+"""Bytes of a file's beginning and end by which copies of it are told apart."""
+
+
+def _agreed_fingerprint(prefixes: Sequence[str]) -> str:
+    """Rank 0's fingerprint, on all ranks. Raises ``DataError`` on a rank whose files are others."""
+    own = [_files_fingerprint(prefixes), _content_of(prefixes)]
+    if not torch.distributed.is_initialized():
+        return own[0]
+    first: list[Any] = list(own)
+    torch.distributed.broadcast_object_list(first, src=0)
+    if first[1] != own[1]:
+        raise DataError(
+            f"the data files {', '.join(prefixes)} of {socket.gethostname()} are not those of rank 0: their "
+            "sizes or contents differ. Copy them anew to every node, or name ones that all nodes see"
+        )
+    return str(first[0])
+
+
+def _content_of(prefixes: Sequence[str]) -> str:
+    digest = hashlib.sha256()
+    for prefix in prefixes:
+        for suffix in (".idx", ".bin"):
+            with open(prefix + suffix, "rb") as file:
+                size = file.seek(0, os.SEEK_END)
+                digest.update(size.to_bytes(8, "little"))
+                for at in (0, max(0, size - _ENDS)):
+                    file.seek(at)
+                    digest.update(file.read(_ENDS))
+    return digest.hexdigest()
 
 
 def _files_fingerprint(prefixes: Sequence[str]) -> str:

@@ -66,6 +66,7 @@ def with_shared_experts(
         return output + _forward(shared, hidden, recompute), bias
     device = torch.get_device_module(hidden.device)
     main = device.current_stream()
+    _await_parameters(shared)
     side.wait_stream(main)
     with device.stream(side):
         beside = _forward(shared, hidden, recompute)
@@ -76,6 +77,18 @@ def with_shared_experts(
     output, bias = routed(hidden)
     main.wait_stream(side)
     return output + beside, bias
+
+
+def _await_parameters(shared: torch.nn.Module) -> None:
+    """Let the current stream wait for gathered parameters, as data parallelism's hooks before forward do.
+
+    They wait once for a whole bucket, which has routed experts' weights too. On the side stream alone, the
+    main one would read those before they have come. Run again they do nothing.
+    """
+    for module in shared.modules():
+        for hook in module._forward_pre_hooks.values():
+            if getattr(hook, "__qualname__", "").startswith("DistributedDataParallel."):
+                hook(module, ())
 
 
 def _forward(shared: torch.nn.Module, hidden: Tensor, recompute: bool) -> Tensor:
