@@ -95,8 +95,8 @@ class Trainer(Protocol):
         """Tell the watchdog that the main thread is at ``where``, where it may stay."""
 
     def wishes(self) -> tuple[bool, ...]:
-        """What this rank wants while the run is paused, first of all that the run ends; the same number of
-        entries on every rank."""
+        """Wishes of this rank while the run is paused, the first of them that the run ends; the same number
+        of entries on every rank."""
 
     def heed(self, counts: Sequence[int]) -> bool:
         """Do what ranks want: ``counts`` of them for each entry of ``wishes``; collective. True: the pause

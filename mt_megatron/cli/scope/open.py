@@ -116,7 +116,7 @@ def _print_link(tokens: TokenFile, args: argparse.Namespace, *, is_elsewhere: bo
 
 
 def _serves(tokens: TokenFile) -> bool:
-    """Whether the process of ``tokens`` runs here and listens on their port, or whoever does takes them: a
+    """Truth of ``tokens``: their process runs here and listens on their port, or whoever does takes them. A
     killed one leaves the file, and its port may be another run's by now."""
     import psutil
 
@@ -133,7 +133,7 @@ def _serves(tokens: TokenFile) -> bool:
 
 
 def _takes(tokens: TokenFile) -> bool:
-    """Whether the page at their port opens with ``tokens``."""
+    """True where the page at their port opens with ``tokens``."""
     from mt_megatron.scope.web.access import link_to
 
     link = http.client.HTTPConnection("127.0.0.1", tokens.port, timeout=2)

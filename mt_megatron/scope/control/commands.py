@@ -123,7 +123,7 @@ class Queue:
             return taken
 
     def holds(self, names: Sequence[str]) -> bool:
-        """Whether one of these commands waits."""
+        """True where one of these commands waits."""
         with self._changed:
             return any(each.do in names for each in self._waiting)
 

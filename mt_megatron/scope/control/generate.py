@@ -172,7 +172,7 @@ class _Texts:
         self._shown = "" if self._decode is None else str(self._decode([before]))
 
     def next(self, token: int) -> str | None:
-        """What ``token`` adds; empty where it leaves a character unfinished."""
+        """Text that ``token`` adds; empty where it leaves a character unfinished."""
         if self._decode is None:
             return None
         self._ids.append(token)
@@ -184,7 +184,7 @@ class _Texts:
         return added
 
     def instead(self, token: int) -> str | None:
-        """What ``token`` would add in the next one's place."""
+        """Text that ``token`` would add in the next one's place."""
         if self._decode is None:
             return None
         head = str(self._decode(self._ids[-1:]))

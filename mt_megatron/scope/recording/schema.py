@@ -248,7 +248,7 @@ def is_full(error: BaseException) -> bool:
 
 
 def is_busy(error: BaseException) -> bool:
-    """Whether ``error`` says that another connection held the lock for too long."""
+    """True where ``error`` says that another connection held the lock for too long."""
     return isinstance(error, sqlite3.OperationalError) and "locked" in str(error)
 
 

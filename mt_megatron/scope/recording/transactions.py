@@ -41,7 +41,7 @@ class Transactions:
         """Frames that wait, with their ranks."""
 
         self.waits = False
-        """Whether another connection had the lock at the last try."""
+        """True where another connection had the lock at the last try."""
 
     def be_quick(self) -> None:
         """Wait no longer than ``WRITER_SECONDS`` from now on."""

@@ -69,7 +69,7 @@ class Head:
                 self._model = bare
 
     def taken(self) -> tuple[list[SeenTokens], int]:
-        """What was seen since the last call, and the bytes that were left out of it."""
+        """Tokens seen since the last call, and the bytes that were left out of them."""
         found = self.seen, self.dropped
         self.seen, self.dropped, self._size = [], 0, 0
         return found

@@ -126,7 +126,7 @@ class Outbox:
     def tokens(
         self, iteration: int, seen: Sequence[SeenTokens], perturbed: str | None, *, left_out: int = 0
     ) -> None:
-        """What the step's logits said of tokens; bytes ``left_out`` of it count as dropped."""
+        """Tokens of the step's logits; bytes ``left_out`` of them count as dropped."""
         if left_out:
             self._sender.count(left_out)
             self._left_out = (self._left_out[0] + 1, self._left_out[1] + left_out)

@@ -15,7 +15,7 @@ MOST_NUMBERS = 200_000
 """Numbers that wait for a sink, some 30 MiB; what comes then is left out and counted."""
 
 CLOSE_SECONDS = 12.0
-"""How long the end waits for what is left, and for the sink to finish."""
+"""Longest wait at the end, for what is left and for the sink to finish."""
 
 
 class QueuedSink:
