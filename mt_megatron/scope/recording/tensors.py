@@ -251,8 +251,8 @@ def halved(values: Floats) -> tuple[NDArray[np.float16], float]:
 
 
 def unhalved(values: NDArray[np.float16], unit: float | None) -> tuple[Floats, float] | None:
-    """Values that ``halved`` was given, within the absolute error that comes with them. Without a ``unit``, in
-    recordings from before there was one, None where float16 had no room for the values."""
+    """Values that ``halved`` was given, within the absolute error that comes with them. Without a ``unit``,
+    in recordings from before there was one, None where float16 had no room for the values."""
     largest = largest_finite(values)
     if unit is None:
         if not _LEAST_NORMAL_HALF <= largest < _LARGEST_HALF:
