@@ -211,7 +211,7 @@ def together() -> None:
 
 def agreed(seconds: float) -> float:
     """Rank 0's figure on all ranks."""
-    if not dist.is_initialized():
+    if not dist.is_initialized() or dist.get_world_size() == 1:
         return seconds
     told = torch.tensor([seconds], dtype=torch.float64)
     dist.broadcast(told, 0)

@@ -175,7 +175,8 @@ def shown(figures: dict[str, Any]) -> str:
     if figures["pinned"] and "reading" in used:
         where = ", on a core that sidecar and browsers have no share of"
     about = (
-        f"{figures['shape']}, {figures['layout']}: {figures['ranks']} process(es) of {figures['threads']} "
+        f"{figures['shape']}, {figures['layout']}, {figures['device']}: "
+        f"{figures['ranks']} process(es) of {figures['threads']} "
         f"thread(s){where}; a step of {figures['tokens_per_step']} tokens takes "
         f"{1e3 * figures['step_seconds']:.0f} ms."
     )
@@ -199,7 +200,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, help="processes (2; with --browsers 1)")
     parser.add_argument("--layout", choices=("dp", "tp"), default="dp", help="how they share the work (dp)")
-    parser.add_argument("--shape", choices=("small", "tiny"), default="small", help="tiny: to try it (small)")
+    parser.add_argument(
+        "--shape",
+        choices=("small", "tiny", "large"),
+        default="small",
+        help="tiny: to try it; large: for a GPU (small)",
+    )
+    parser.add_argument("--backend", default="cpu", help="cuda with --ranks 1 and --pin no (cpu)")
     parser.add_argument("--threads", type=int, help="of each process; the cores are shared out by default")
     parser.add_argument("--pin", choices=("auto", "yes", "no"), default="auto", help="processes on own cores")
     parser.add_argument(
@@ -218,6 +225,7 @@ def main() -> int:
     arguments += [
         f"--layout={args.layout}",
         f"--shape={args.shape}",
+        f"--backend={args.backend}",
         *(["--sidecars"] if args.sidecars else []),
         *(["--browsers"] if args.browsers else []),
     ]
@@ -235,6 +243,7 @@ def main() -> int:
         if args.browsers:
             name, title = "scope-browsers", "What a frozen, slow or killed browser costs"
         name += "" if args.layout == "dp" else f"-{args.layout}"
+        name += "" if args.backend == "cpu" else f"-{args.backend}"
         for path in record(args.record, name, title, figures, text):
             print(path)
     return 0 if all(each.startswith("met") for each in figures["training"]["verdicts"].values()) else 1

@@ -45,9 +45,22 @@ SHAPES = {
         sequence=64,
         micro_batch=2,
     ),
+    "large": Case(
+        name="L8 h2048 V32000, bf16",
+        layers=8,
+        hidden=2048,
+        ffn=5504,
+        heads=16,
+        groups=16,
+        vocabulary=32000,
+        dtype=torch.bfloat16,
+        sequence=2048,
+        micro_batch=1,
+        micro_batches=4,
+    ),
 }
 """Work of one data-parallel rank, in fp32: many processors have no bf16 arithmetic and take seconds a step.
-``tiny`` is there to try the script with."""
+``tiny`` is there to try the script with, ``large`` for an accelerator."""
 
 INTERVAL = 20
 _LIVE = 7
@@ -144,17 +157,20 @@ class Drain:
 class Training:
     """Steps of one training, watched by one of several sessions or by none."""
 
-    def __init__(self, shape: Case, ranks: int, layout: str, run: Path, kinds: Sequence[str]) -> None:
+    def __init__(
+        self, backend: str, shape: Case, ranks: int, layout: str, run: Path, kinds: Sequence[str]
+    ) -> None:
         """``kinds`` of sidecars: a session each, which is ``drained`` until ``end_sidecar``, or ``served`` by
         a real one."""
         import mt_megatron
 
         warnings.filterwarnings("ignore")
-        mt_megatron.patch("cpu")
+        mt_megatron.patch(backend)
         if layout == "dp":
             case, spread = replace(shape, micro_batch=ranks * shape.micro_batch), (_ZERO,)
         else:
             case, spread = shape, ("--tensor-model-parallel-size", str(ranks))
+        spread = (*spread, "--backend", backend)
         copies = ranks if layout == "dp" else 1
         self.case = case
         self.ours = Ours(case, token_ids(case), spread, copies)
@@ -217,12 +233,15 @@ class Training:
         """Seconds of ``arm``'s steps that begin together on all ranks: by the wall, and of the process's
         processors. Where somebody takes what they send, it ends once that is encoded."""
         session = self.sessions.get(arm.session)
+        synchronize = self.ours.job.backend.synchronize
         together()
+        synchronize()
         began, used = time.perf_counter(), time.process_time()
         for number in arm.steps:
             self._step(session, None if number is None else number + self._told)
         while session is not None and arm.session in ("drained", "served") and session.waiting:
             time.sleep(0.0002)
+        synchronize()
         took = time.perf_counter() - began, time.process_time() - used
         if arm.session == "served":
             self._told += _BOTH
@@ -282,6 +301,7 @@ def main() -> None:
     parser.add_argument("--layout", choices=("dp", "tp"), required=True)
     parser.add_argument("--pin", choices=("auto", "yes", "no"), required=True)
     parser.add_argument("--shape", choices=tuple(SHAPES), required=True)
+    parser.add_argument("--backend", required=True)
     parser.add_argument("--sidecars", action="store_true")
     parser.add_argument("--browsers", action="store_true")
     args = parser.parse_args()
@@ -291,7 +311,7 @@ def main() -> None:
     reference = next(iter(arms))
     kinds = list(dict.fromkeys(arm.session for arm in arms.values()))
     shape = SHAPES[args.shape]
-    training = Training(shape, ranks, args.layout, args.scratch / "run", kinds)
+    training = Training(args.backend, shape, ranks, args.layout, args.scratch / "run", kinds)
     training.timed(3)
     for arm in arms.values():
         training.block(arm)
@@ -318,6 +338,7 @@ def main() -> None:
         "ranks": ranks,
         "pinned": pinned,
         "unrest_percent": unrest,
+        "device": training.ours.job.backend.device_name(),
         "threads": torch.get_num_threads(),
         "step_seconds": step,
         "collectives": collectives,

@@ -119,6 +119,8 @@ class Session:
         self._step: SampledStep | None = None
         self._mark: str | None = None
         self._is_loss_summed = False
+        self._not_finite = threading.Event()
+        """Set while elements of sampled steps are not finite."""
         self._began = 0.0
 
     # Begin and end.
@@ -330,7 +332,8 @@ class Session:
         plans = [plan for plan in self._plans if plan.request.due(iteration, self._options.interval)]
         if not sampled and not plans:
             return
-        step = SampledStep(iteration=iteration, sampled=sampled, parts=Parts(self._device), tensors=Tensors())
+        parts = Parts(self._device, not_finite=self._not_finite)
+        step = SampledStep(iteration=iteration, sampled=sampled, parts=parts, tensors=Tensors())
         try:
             if sampled and self._defaults is not None:
                 step.opened += self._defaults.open(step.parts)

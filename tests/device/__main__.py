@@ -19,7 +19,7 @@ from tests.launch import RankError, run_ranks
 from tests.soak import machine
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-SECTIONS = ("device", "collectives", "parity", "gate", "timing")
+SECTIONS = ("device", "training", "watching", "collectives", "parity", "gate", "timing")
 CPU_RANKS = 4
 
 
@@ -136,6 +136,16 @@ def _device(backend: str, devices: int) -> list[Result]:
     return _in_a_process("device", "tests.device.one_device:run", 1, backend)
 
 
+def _training(backend: str, devices: int) -> list[Result]:
+    return _in_a_process("training", "tests.device.training:run", 1, backend)
+
+
+def _watching(backend: str, devices: int) -> list[Result]:
+    from tests.device.watching import results
+
+    return results(backend, devices, _environment(backend))
+
+
 def _collectives(backend: str, devices: int) -> list[Result]:
     if devices < 2:
         reason = "needs 2 devices and 1 is used"
@@ -166,6 +176,8 @@ def _timing(backend: str, devices: int) -> list[Result]:
 
 _SECTIONS: dict[str, Callable[[str, int], list[Result]]] = {
     "device": _device,
+    "training": _training,
+    "watching": _watching,
     "collectives": _collectives,
     "parity": _parity,
     "gate": _gate,

@@ -10,12 +10,14 @@ usage() {
     cat <<EOF
 usage: bash tests/device/run.sh cuda|musa|cpu [--devices N] [--only SECTION]... [--output FOLDER]
 
-Checks backward, optimizer, random numbers, streams, memory, collectives and every parity layout on the
-devices of this machine against the cpu, and times a few sizes. Writes FOLDER/device-BACKEND-DATE.md
-(readable, with the figures as JSON at its end), which is the file to send back.
+Checks backward, optimizer, random numbers, streams, memory, short trainings, values watched in them,
+collectives and every parity layout on the devices of this machine against the cpu, and times a few sizes.
+Writes FOLDER/device-BACKEND-DATE.md (readable, with the figures as JSON at its end), which is the file to
+send back.
   cpu          the reference itself, to see what the report looks like
   --devices N  use N devices (default: all; layouts that need more are left out and named)
-  --only NAME  only this section, repeatable: device, collectives, parity, gate, timing
+  --only NAME  only this section, repeatable: device, training, watching, collectives,
+               parity, gate, timing
   --output D   default: results
 Variables: PYTHON (interpreter that has everything already), NCCL_* or MCCL_* as your machine needs them.
 Exit codes: 0 all passed, 1 something failed (the report says what), 2 no device or wrong use.

@@ -28,6 +28,7 @@ from mt_megatron.parallel.context_parallel import positions
 from mt_megatron.seams import widened
 
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
+_HALF = (torch.float16, torch.bfloat16)
 
 
 class DotProductAttention(MegatronModule):  # type: ignore[misc]
@@ -128,8 +129,9 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
         if causal and suits(query, key, value, dropout):
             return causal_attention(query, key, value, self.softmax_scale)
         grouped = query.size(1) != key.size(1)
-        if grouped and allowed is not None and query.device.type != "cpu":
-            # The fused kernels of accelerators take a mask or grouped heads, not both.
+        if grouped and query.device.type != "cpu" and (allowed is not None or query.dtype not in _HALF):
+            # Of accelerators' kernels without an s x s matrix only those of two bytes take grouped heads, and
+            # these no mask.
             repeats = query.size(1) // key.size(1)
             key, value = (t.repeat_interleave(repeats, dim=1) for t in (key, value))
             grouped = False

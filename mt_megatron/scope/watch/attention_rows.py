@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +38,9 @@ class Rows:
     heads: slice = field(default_factory=lambda: slice(None))
     """Of this rank's query heads."""
 
+    forbidden: dict[Any, Tensor] = field(default_factory=dict, compare=False, repr=False)
+    """What ``masked`` has found of calls of one form: one object serves many calls."""
+
 
 def watch_rows(
     module: nn.Module, wanted: Wanted, found: Found, *, told: Callable[[str], None]
@@ -47,8 +51,7 @@ def watch_rows(
         def whole(inputs: AttentionInputs) -> None:
             for rows in wanted(inputs):
                 key = inputs.key if inputs.key.dim() == 4 else inputs.key.unsqueeze(1)
-                there = torch.arange(key.size(0), device=key.device)
-                found(inputs, rows, masked(inputs, rows, products(inputs, rows, key), there))
+                found(inputs, rows, masked(inputs, rows, products(inputs, rows, key)))
 
         return [taps.attention_inputs(module, whole, told=told)]
     open_: list[_OverContext] = []
@@ -103,11 +106,37 @@ def products(inputs: AttentionInputs, rows: Rows, key: Tensor) -> Tensor:
     return torch.einsum("rbhd,kbhd->bhrk", asked * inputs.scale, keys)
 
 
-def masked(inputs: AttentionInputs, rows: Rows, logits: Tensor, key_places: Tensor) -> Tensor:
-    """``logits`` with minus infinity where attending is forbidden; ``key_places`` int64 [keys], rising."""
-    queries = inputs.query.size(0)
+def masked(inputs: AttentionInputs, rows: Rows, logits: Tensor, key_places: Tensor | None = None) -> Tensor:
+    """``logits`` with minus infinity where attending is forbidden; ``key_places`` int64 [keys], rising (None:
+    0, 1, 2 ...)."""
     device = logits.device
+    form = (inputs.query.size(0), logits.size(-1), inputs.mask_kind, inputs.window, device)
+    forbidden = rows.forbidden.get(form) if key_places is None else None
     local = rows.places.to(device)
+    if forbidden is None or inputs.cu_seqlens is not None:
+        ordered = torch.arange(logits.size(-1), device=device) if key_places is None else key_places
+        places, forbidden = _forbidden(inputs, local, ordered)
+        if key_places is None:
+            rows.forbidden[form] = forbidden
+    found = logits.masked_fill(forbidden, -torch.inf)
+    batch = inputs.query.size(1) if inputs.query.dim() == 4 else 1
+    if inputs.cu_seqlens is not None:
+        found = found.masked_fill(_other_documents(inputs, rows, places, ordered, batch), -torch.inf)
+    if inputs.mask is not None:
+        mask = inputs.mask
+        mask = mask[(None,) * (4 - mask.dim())].expand(batch, -1, -1, -1)[rows.samples]
+        if mask.size(1) > 1:
+            mask = mask[:, rows.heads]
+        if mask.size(2) > 1:
+            mask = mask[:, :, local]
+        found = found.masked_fill(mask, -torch.inf)
+    return found
+
+
+def _forbidden(inputs: AttentionInputs, local: Tensor, key_places: Tensor) -> tuple[Tensor, Tensor]:
+    """Places of the queries ``local``, int64 [rows], and what the kind of mask and the window forbid, bool
+    [rows, keys]."""
+    queries, device = inputs.query.size(0), local.device
     own = torch.arange(queries, device=device)
     if inputs.context_size > 1:
         own = positions(inputs.context_rank, inputs.context_size, queries, device)
@@ -125,19 +154,7 @@ def masked(inputs: AttentionInputs, rows: Rows, logits: Tensor, key_places: Tens
             forbidden |= distance < -left
         if right >= 0:
             forbidden |= distance > right
-    found = logits.masked_fill(forbidden, -torch.inf)
-    batch = inputs.query.size(1) if inputs.query.dim() == 4 else 1
-    if inputs.cu_seqlens is not None:
-        found = found.masked_fill(_other_documents(inputs, rows, places, key_places, batch), -torch.inf)
-    if inputs.mask is not None:
-        mask = inputs.mask
-        mask = mask[(None,) * (4 - mask.dim())].expand(batch, -1, -1, -1)[rows.samples]
-        if mask.size(1) > 1:
-            mask = mask[:, rows.heads]
-        if mask.size(2) > 1:
-            mask = mask[:, :, local]
-        found = found.masked_fill(mask, -torch.inf)
-    return found
+    return places, forbidden
 
 
 def _other_documents(
@@ -160,6 +177,14 @@ def row_statistics(logits: Tensor) -> tuple[Tensor, Tensor, int]:
     largest = logits.amax(dim=-1)
     entropies = torch.special.entr(torch.softmax(logits, dim=-1)).sum(dim=-1)
     return largest.amax(), entropies.masked_fill(largest == -torch.inf, 0.0).sum(), largest.numel()
+
+
+def row_scalars(logits: Tensor, *, all_attend: bool) -> tuple[Tensor, Tensor, int]:
+    """``row_statistics`` in fewer kernels where every row is known to attend to something."""
+    if not all_attend:
+        return row_statistics(logits)
+    entropies = torch.special.entr(torch.softmax(logits, dim=-1)).sum()
+    return logits.amax(), entropies, logits[..., 0].numel()
 
 
 def _config(module: nn.Module) -> object:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from mt_megatron.errors import ConfigError
-from mt_megatron.scope.watch.attention_rows import Rows, row_statistics, watch_rows
+from mt_megatron.scope.watch import scalars
+from mt_megatron.scope.watch.attention_rows import Rows, row_scalars, row_statistics, watch_rows
 from mt_megatron.scope.watch.parts import Parts
 from mt_megatron.scope.watch.shares import Place, is_layer, own_modules
 from mt_megatron.scope.watch.sums import (
@@ -57,6 +58,7 @@ class Defaults:
         batch = max(place.micro_batch_size, 1)
         rows = MOST_LOGITS // max(batch * heads * place.seq_length, 1)
         self._rows = min(max(rows, 1), ATTENTION_ROWS, place.seq_length)
+        self._chosen: dict[Any, list[Rows]] = {}
 
     def _inside(self, path: str, layer: nn.Module) -> None:
         for name in _WITHIN_LAYER:
@@ -75,8 +77,9 @@ class Defaults:
     def open(self, parts: Parts) -> list[Watch]:
         """Taps that add to ``parts`` until they are closed."""
         told, opened = self._told, list[Watch]()
+        look: _Layer | None = None
         for path, layer in self._layers:
-            look = _Layer(path, parts, self._place)
+            look = _Layer(path, parts, self._place, look)
             opened.append(taps.watch(layer, before=look.before, after=look.after, told=told))
         for path, module in self._modules:
             after = partial(_activation, parts, self._place, path)
@@ -91,15 +94,22 @@ class Defaults:
         return opened
 
     def _rows_of(self, inputs: AttentionInputs) -> list[Rows]:
+        query = inputs.query
+        form = (query.size(0), query.device, inputs.context_rank, inputs.context_size)
+        if form not in self._chosen:
+            self._chosen[form] = [Rows(places=self._places_of(inputs))]
+        return self._chosen[form]
+
+    def _places_of(self, inputs: AttentionInputs) -> Tensor:
         count = self._rows
         device = inputs.query.device
         wanted = (torch.arange(1, count + 1, device=device) * self._place.seq_length) // count - 1
         if inputs.context_size == 1:
-            return [Rows(places=wanted)]
+            return wanted
         own = self._place.positions(inputs.query.size(0), device)
         # Chunks of a rank lie apart, in the order of positions.
         at = torch.searchsorted(own, wanted).clamp_(max=own.numel() - 1)
-        return [Rows(places=at[own[at] == wanted])]
+        return at[own[at] == wanted]
 
 
 def first_tensor(output: Any) -> Tensor | None:
@@ -111,15 +121,28 @@ def first_tensor(output: Any) -> Tensor | None:
 class _Layer:
     """One layer's own statistics: of its output, and of its output against its input."""
 
-    def __init__(self, path: str, parts: Parts, place: Place) -> None:
+    def __init__(self, path: str, parts: Parts, place: Place, before: _Layer | None) -> None:
+        """``before`` is the layer whose output this one may get."""
         self._path = path
+        self._before = before
         self._parts = parts
         self._place = place
         self._input: Tensor | None = None
+        self._output: tuple[_Memory, Tensor] | None = None
+        """The norm of the output, and where that lies, until the next layer has begun."""
 
     def before(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         hidden: Tensor = args[0] if args else kwargs["hidden_states"]
         # Here, not after the layer: a pipeline may have freed it by then.
+        if self._parts.defers:
+            known, self._output = None if self._before is None else self._before._output, None
+            if self._before is not None:
+                self._before._output = None
+            if known is not None and known[0] == _memory(hidden):
+                self._input = known[1]
+            else:
+                self._input = scalars.norm(self._place.own_rows(hidden, self._place.tokens_spread))
+            return
         self._input = square_sum(self._place.own_rows(hidden, self._place.tokens_spread))
 
     def after(self, call: Call, output: Any) -> None:
@@ -131,6 +154,14 @@ class _Layer:
         if values.numel() == 0:
             return
         path, parts = self._path, self._parts
+        if parts.defers:
+            own = scalars.norm(values)
+            self._output = _memory(whole), own
+            channels = scalars.largest_of_channels(values)
+            _of_scalars(parts, path, values, own, channels.amax())
+            parts.later(path, "residual_growth", [own, before], scalars.squares)
+            parts.outliers(path, channels, own, values.numel())
+            return
         squares, maxima = square_sum(values), channel_maxima(values)
         parts.add(path, "activation_rms", [squares, float(values.numel())])
         parts.largest(path, "activation_max", _largest(maxima, squares))
@@ -146,11 +177,32 @@ def _activation(parts: Parts, place: Place, path: str, call: Call, output: Any) 
     values = None if whole is None else place.own_rows(whole, place.tokens_spread)
     if values is None or values.numel() == 0:
         return
+    if parts.defers:
+        _of_scalars(parts, path, values, scalars.norm(values), scalars.largest(values))
+        return
     squares = square_sum(values)
     parts.add(path, "activation_rms", [squares, float(values.numel())])
     low, high = torch.aminmax(values)
     parts.largest(path, "activation_max", torch.maximum(high, -low))
     parts.add(path, "not_finite", not_finite(values, squares))
+
+
+def _of_scalars(parts: Parts, path: str, values: Tensor, norm: Tensor, largest: Tensor) -> None:
+    """The statistics of an output with this norm and largest absolute value."""
+    parts.later(path, "activation_rms", [norm], scalars.squares, [float(values.numel())])
+    parts.later(path, "activation_max", [largest], scalars.maxima, reduce="max")
+    if parts.counts:
+        parts.add(path, "not_finite", not_finite(values, norm))
+    else:
+        parts.later(path, "not_finite", [largest], scalars.at_least)
+
+
+_Memory = tuple[int, int, torch.Size, torch.dtype]
+
+
+def _memory(values: Tensor) -> _Memory:
+    """Where ``values`` lie, and how often they were written to."""
+    return values.data_ptr(), values._version, values.shape, values.dtype
 
 
 def _largest(maxima: Tensor, squares: Tensor) -> Tensor:
@@ -161,6 +213,12 @@ def _largest(maxima: Tensor, squares: Tensor) -> Tensor:
 
 def _attention(parts: Parts, path: str, inputs: AttentionInputs, rows: Rows, logits: Tensor) -> None:
     if logits.numel() == 0:
+        return
+    if parts.defers:
+        all_attend = inputs.mask is None and inputs.cu_seqlens is None and inputs.window is None
+        largest, entropies, count = row_scalars(logits, all_attend=all_attend)
+        parts.later(path, "attention_logit_max", [largest], scalars.maxima, reduce="max")
+        parts.later(path, "attention_entropy", [entropies], scalars.totals, [float(count)])
         return
     largest, entropies, count = row_statistics(logits)
     parts.largest(path, "attention_logit_max", largest)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from mt_megatron.backends.dtypes import wide_float
+from mt_megatron.scope.watch import scalars
 from mt_megatron.scope.watch.parts import Parts
 from mt_megatron.scope.watch.shares import Place
 from mt_megatron.scope.watch.sums import square_sum
@@ -27,7 +28,7 @@ from mt_megatron.seams.taps.names import unwrapped, whole_name
 MOST_COPIED = 64 * 2**20
 """Bytes of weights that are copied before an update of an optimizer whose state does not tell it."""
 
-_PIECE = 2**22
+_PIECE = 2**24
 """Elements worked on at a time: what temporaries are as large as."""
 
 _PIECE_OF_CPU = 2**18
@@ -188,6 +189,13 @@ class Norms:
 
     def gradients(self, parts: Parts) -> None:
         """Add ``gradient_norm``."""
+        if parts.defers:
+            there = [(i, share.gradient) for i, share in enumerate(self._shares)]
+            known = [(i, gradient) for i, gradient in there if gradient is not None]
+            norms = _norms([gradient for _, gradient in known])
+            for (index, _), each in zip(known, norms, strict=True):
+                self._later(parts, "gradient_norm", index, [each], scalars.squares)
+            return
         self._add(parts, "gradient_norm", [[share.gradient] for share in self._shares])
 
     def before_update(self) -> None:
@@ -197,6 +205,9 @@ class Norms:
     def after_update(self, parts: Parts, *, skipped: bool) -> None:
         """Add ``weight_norm``, ``update_ratio`` and ``embedding_norm``; where the update was ``skipped`` it
         was zero."""
+        if parts.defers:
+            self._after_update_later(parts, skipped=skipped)
+            return
         weights = [_squares(share.weight) for share in self._shares]
         self._sum(parts, "weight_norm", [[each] for each in weights])
         for share in self._shares:
@@ -216,13 +227,46 @@ class Norms:
             return
         self._sum(parts, "update_ratio", updates)
 
+    def _after_update_later(self, parts: Parts, *, skipped: bool) -> None:
+        weights = _norms([share.weight for share in self._shares])
+        rates = {} if skipped else _rates(self._shares)
+        for index, (share, norm) in enumerate(zip(self._shares, weights, strict=True)):
+            self._later(parts, "weight_norm", index, [norm], scalars.squares)
+            if share.name == "embedding.word_embeddings.weight":
+                self._embedding(parts, share)
+            if skipped:
+                self._later(parts, "update_ratio", index, [norm], scalars.no_update)
+            elif index in self._copies:
+                before = self._copies.pop(index)
+                both = [scalars.norm(share.weight - before), scalars.norm(before)]
+                self._later(parts, "update_ratio", index, both, scalars.squares)
+            else:
+                for found, known in pieces_of(share, norm, rates.get(index)):
+                    self._later(parts, "update_ratio", index, found, scalars.update, known)
+        self._copies = {}
+
+    def _later(
+        self,
+        parts: Parts,
+        statistic: str,
+        index: int,
+        found: Sequence[Tensor],
+        combine: scalars.Combine,
+        known: Sequence[float] = (),
+    ) -> None:
+        for unit in (WHOLE, self._units[1 + self._unit[index]]):
+            parts.later(unit, statistic, found, combine, known)
+
     def _embedding(self, parts: Parts, share: Share) -> None:
         limit = share.rows
         if self._vocab_size is not None:
             limit = min(max(self._vocab_size - self._place.at.tp * share.rows, 0), share.rows)
         first = share.offset + share.start
         last = min(share.offset + share.stop, limit * share.row_size)
-        if last > first:
+        if last > first and parts.defers:
+            norm, rows = scalars.norm(share.weight[: last - first]), (last - first) / share.row_size
+            parts.later("embedding.word_embeddings", "embedding_norm", [norm], scalars.squares, [rows])
+        elif last > first:
             squares = square_sum(share.weight[: last - first])
             parts.add(
                 "embedding.word_embeddings", "embedding_norm", [squares, (last - first) / share.row_size]
@@ -254,6 +298,16 @@ class Norms:
 
 def _squares(values: Tensor) -> Tensor:
     return square_sum(values)
+
+
+def _norms(tensors: list[Tensor]) -> list[Tensor]:
+    """Norms [] in float32 at least, of all in few kernels."""
+    found: dict[int, Tensor] = {}
+    for dtype in dict.fromkeys(each.dtype for each in tensors):
+        of = [index for index, each in enumerate(tensors) if each.dtype is dtype]
+        wide = torch.promote_types(dtype, torch.float32)
+        found |= zip(of, torch._foreach_norm([tensors[i] for i in of], 2.0, dtype=wide), strict=True)
+    return [found[index] for index in range(len(tensors))]
 
 
 # What an optimizer did, told by its state after the update.
@@ -320,6 +374,68 @@ def _adamw(share: Share, state: Any, piece: slice) -> tuple[Tensor, float]:
     root = second.sqrt().add_(group["eps"] * correction2)
     update = torch.div(first, root, out=root).mul_(lr * correction2 / correction1)
     return update, lr * float(group["weight_decay"])
+
+
+Rate = tuple[Any, Any]
+"""Of Adam: what its direction is multiplied with, and what is added to the root: a number or a tensor []."""
+
+
+def _rates(shares: Sequence[Share]) -> dict[int, Rate]:
+    """Adam's rates of shares whose number of steps is on the device, all in few kernels."""
+    alike: dict[tuple[float, ...], list[int]] = {}
+    for index, share in enumerate(shares):
+        step = share.inner.state.get(share.held, {}).get("step", share.group.get("step"))
+        if _rule(share) is _adamw and isinstance(step, Tensor) and step.device.type != "cpu":
+            group = share.group
+            key = (float(group["lr"]), *map(float, group["betas"]), float(group["eps"]))
+            alike.setdefault(key, []).append(index)
+    found: dict[int, Rate] = {}
+    for (lr, beta1, beta2, eps), indices in alike.items():
+        states = (shares[i].inner.state[shares[i].held] for i in indices)
+        steps = [
+            state.get("step", shares[i].group.get("step")) for i, state in zip(indices, states, strict=True)
+        ]
+        joined = torch.stack([step.reshape(()) for step in steps])
+        joined = joined.to(wide_float(joined.device))
+        root = (1.0 - beta2**joined).sqrt()
+        multiples = (lr * root / (1.0 - beta1**joined)).float().unbind()
+        found |= zip(indices, zip(multiples, (eps * root).unbind(), strict=True), strict=True)
+    return found
+
+
+def pieces_of(
+    share: Share, weights: Tensor, rate: Rate | None
+) -> Iterator[tuple[list[Tensor], tuple[float, float]]]:
+    """What ``scalars.update`` gets of each piece of ``share``; nothing where the optimizer's state does not
+    tell an update. ``weights`` is the norm of the weights after it."""
+    rule, state = _rule(share), share.inner.state.get(share.held)
+    if rule is None or not state:
+        return
+    held = share.held.detach().view(-1)
+    for first in range(share.start, share.stop, _PIECE):
+        piece = slice(first, min(first + _PIECE, share.stop))
+        multiple: Any = 1.0
+        if rule is _adamw:
+            multiple, more = rate or _rate(share, state)
+            direction = state["exp_avg_sq"].view(-1)[piece].float().sqrt().add_(more)
+            torch.div(state["exp_avg"].view(-1)[piece].float(), direction, out=direction)
+            decay = float(share.group["lr"]) * float(share.group["weight_decay"])
+        else:
+            direction, decay = rule(share, state, piece)
+        found = [weights if first == share.start else torch.zeros_like(weights), scalars.norm(direction)]
+        found.append(torch.dot(direction, held[piece].float()))
+        if isinstance(multiple, Tensor):
+            yield [*found, multiple], (decay, 1.0)
+        else:
+            yield found, (decay, float(multiple))
+
+
+def _rate(share: Share, state: Any) -> Rate:
+    """The same of a number of steps that the host has."""
+    group = share.group
+    (beta1, beta2), step = group["betas"], float(state.get("step", group.get("step")))
+    root = (1.0 - beta2**step) ** 0.5
+    return float(group["lr"]) * root / (1.0 - beta1**step), group["eps"] * root
 
 
 def _momentum(share: Share, state: Any, piece: slice) -> tuple[Tensor, float]:

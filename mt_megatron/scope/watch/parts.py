@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from mt_megatron.backends.dtypes import wide_float
 from mt_megatron.scope.format.statistics import OUTLIERS
+from mt_megatron.scope.watch.scalars import Combine
 from mt_megatron.scope.watch.sums import outliers_of
 
 Layout = tuple[tuple[str, str, int], ...]
@@ -20,12 +22,28 @@ Layout = tuple[tuple[str, str, int], ...]
 Values = NDArray[np.float64]
 
 
+def defers(device: torch.device) -> bool:
+    """Whether results of few kernels are kept and put together by the host. On an accelerator a small step
+    takes as long as its kernels take to launch, and every operation on sums is one more; on a CPU the sums
+    themselves are what takes time."""
+    return device.type != "cpu"
+
+
 class Parts:
     """Sums of one step on one rank. Micro-batches add to it; float64 where the device has it."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, not_finite: threading.Event | None = None) -> None:
+        """``not_finite`` is set, in the thread that makes a frame's values, where an element was not finite,
+        and cleared where all were."""
         self._dtype = wide_float(device)
         self._entries: dict[tuple[str, str], _Entry] = {}
+        self._not_finite = not_finite or threading.Event()
+        self.defers = defers(device)
+        """Whether callers should prefer ``later``."""
+
+        self.counts = self._not_finite.is_set()
+        """Whether elements that are not finite are counted, though results are deferred: they were some in
+        the sampled step before."""
 
     def add(self, path: str, statistic: str, sums: Sequence[Tensor | float] | Tensor) -> None:
         """Add ``sums``: a vector, or tensors [] followed by numbers that the host knows."""
@@ -46,6 +64,21 @@ class Parts:
         if device is not None:
             found.add(device, self._dtype)  # type: ignore[attr-defined]
 
+    def later(
+        self,
+        path: str,
+        statistic: str,
+        scalars: Sequence[Tensor],
+        combine: Combine,
+        known: Sequence[float] = (),
+        *,
+        reduce: Literal["sum", "max"] = "sum",
+    ) -> None:
+        """Keep ``scalars``, tensors [] in float32, until the host has them and makes sums of them and of the
+        numbers ``known``. Of one ``combine`` every call has as many."""
+        entry = self._entries.setdefault((path, statistic), _Later(reduce))
+        entry.keep(scalars, combine, known)  # type: ignore[attr-defined]
+
     def largest(self, path: str, statistic: str, value: Tensor) -> None:
         """Take ``value`` [] into a maximum; NaN stays NaN."""
         value = value.reshape(1).to(self._dtype)
@@ -53,8 +86,14 @@ class Parts:
 
     def outliers(self, path: str, maxima: Tensor, squares: Tensor, count: int) -> None:
         """Take ``sums.channel_maxima`` and the sum of squares of ``count`` elements into
-        ``outlier_channels``."""
-        entry = self._entries.setdefault((path, "outlier_channels"), _Outliers(maxima))
+        ``outlier_channels``; with ``defers`` ``squares`` is their norm."""
+        entry = self._entries.get((path, "outlier_channels"))
+        if entry is None:
+            entry = self._entries[path, "outlier_channels"] = _Outliers(maxima)
+        if self.defers:
+            entry.norms.append(squares)  # type: ignore[attr-defined]
+            entry.take(maxima, None, count, self._dtype)  # type: ignore[attr-defined]
+            return
         entry.take(maxima, squares, count, self._dtype)  # type: ignore[attr-defined]
 
     def moments(self, path: str, count: int, powers: Tensor, ends: Tensor) -> None:
@@ -65,20 +104,32 @@ class Parts:
     def taken(self) -> tuple[Layout, Tensor, Callable[[Values], Values]]:
         """The layout, a vector on the device, and what makes the frame's values of its copy on the host."""
         entries = list(self._entries.values())
+        scalars = [each for entry in entries if isinstance(entry, _Later) for each in entry.scalars]
         pieces = [entry.device(self._dtype) for entry in entries]
-        lengths = [0 if piece is None else piece.numel() for piece in pieces]
+        lengths = [
+            len(entry.scalars) if isinstance(entry, _Later) else 0 if piece is None else piece.numel()
+            for entry, piece in zip(entries, pieces, strict=True)
+        ]
         there = [piece for piece in pieces if piece is not None]
+        if scalars:
+            there.append(torch.stack(scalars).to(self._dtype))
         joined = torch.cat(there) if there else torch.zeros(0, dtype=self._dtype)
+        begins = _begins(entries, lengths)
         for entry in entries:
             # What waits for a sidecar would keep them, and with them memory of the device.
             entry.release()
-        ends = np.cumsum([0, *lengths])
+        names = [statistic for _, statistic in self._entries]
 
         def values(copy: Values) -> Values:
             parts = [
-                entry.values(np.asarray(copy[ends[index] : ends[index + 1]], np.float64))
-                for index, entry in enumerate(entries)
+                entry.values(np.asarray(copy[begin : begin + length], np.float64))
+                for entry, begin, length in zip(entries, begins, lengths, strict=True)
             ]
+            counted = [part for name, part in zip(names, parts, strict=True) if name == "not_finite"]
+            if any(part.any() for part in counted):
+                self._not_finite.set()
+            else:
+                self._not_finite.clear()
             return np.concatenate(parts) if parts else np.zeros(0)
 
         layout = tuple(
@@ -86,6 +137,17 @@ class Parts:
             for ((path, statistic), entry), length in zip(self._entries.items(), lengths, strict=True)
         )
         return layout, joined, values
+
+
+def _begins(entries: Sequence[_Entry], lengths: Sequence[int]) -> list[int]:
+    """Where each entry's numbers begin: those that are kept for the host come after all others."""
+    found, at = [0] * len(entries), 0
+    for last in (False, True):
+        for index, (entry, length) in enumerate(zip(entries, lengths, strict=True)):
+            if isinstance(entry, _Later) is last:
+                found[index] = at
+                at += length
+    return found
 
 
 class _Entry(Protocol):
@@ -138,25 +200,74 @@ class _Largest:
         return copy
 
 
+class _Later:
+    """Scalars of many calls. They are put together per ``combine``, not per call: a frame has thousands."""
+
+    def __init__(self, reduce: Literal["sum", "max"]) -> None:
+        self._reduce = reduce
+        self._tensors: dict[Combine, list[Tensor]] = {}
+        self._counts: dict[Combine, tuple[int, int]] = {}
+        self._known: dict[Combine, list[Sequence[float]]] = {}
+
+    def keep(self, scalars: Sequence[Tensor], combine: Combine, known: Sequence[float]) -> None:
+        self._tensors.setdefault(combine, []).extend(scalars)
+        calls, _ = self._counts.get(combine, (0, 0))
+        self._counts[combine] = calls + 1, len(scalars)
+        self._known.setdefault(combine, []).append(known)
+
+    @property
+    def scalars(self) -> list[Tensor]:
+        return [
+            each if each.dtype is torch.float32 else each.float()
+            for tensors in self._tensors.values()
+            for each in tensors
+        ]
+
+    def device(self, dtype: torch.dtype) -> Tensor | None:
+        return None
+
+    def release(self) -> None:
+        self._tensors = {}
+
+    def values(self, copy: Values) -> Values:
+        parts, at = [], 0
+        with np.errstate(all="ignore"):
+            for combine, (calls, width) in self._counts.items():
+                rows = copy[at : at + calls * width].reshape(calls, width)
+                at += calls * width
+                parts.append(combine(rows, np.asarray(self._known[combine], np.float64)))
+        # NaN stays NaN in both.
+        return np.asarray(np.sum(parts, axis=0) if self._reduce == "sum" else np.max(parts, axis=0))
+
+
 class _Outliers:
     def __init__(self, maxima: Tensor) -> None:
         self._maxima: Tensor | None = maxima.clone()
         self._squares: Tensor | None = None
+        self.norms: list[Tensor] = []
+        """In the place of sums of squares."""
+
         self._count = 0
 
-    def take(self, maxima: Tensor, squares: Tensor, count: int, dtype: torch.dtype) -> None:
+    def take(self, maxima: Tensor, squares: Tensor | None, count: int, dtype: torch.dtype) -> None:
         assert self._maxima is not None
         torch.maximum(self._maxima, maxima, out=self._maxima)
-        squares = squares.reshape(1).to(dtype)
-        self._squares = squares if self._squares is None else self._squares + squares
         self._count += count
+        if squares is not None:
+            squares = squares.reshape(1).to(dtype)
+            self._squares = squares if self._squares is None else self._squares + squares
 
     def device(self, dtype: torch.dtype) -> Tensor | None:
-        assert self._squares is not None and self._maxima is not None
-        return torch.cat((outliers_of(self._maxima).to(dtype), self._squares))
+        assert self._maxima is not None
+        squares = self._squares
+        if squares is None:
+            squares = torch.stack(self.norms).to(dtype).square().sum().reshape(1)
+        pairs = outliers_of(self._maxima.nan_to_num_(nan=float("inf"), posinf=float("inf")))
+        return torch.cat((pairs.to(dtype), squares))
 
     def release(self) -> None:
         self._maxima = self._squares = None
+        self.norms = []
 
     def values(self, copy: Values) -> Values:
         return np.concatenate((copy[: 2 * OUTLIERS + 1], [self._count]))

@@ -29,7 +29,7 @@ def square_sum(values: Tensor) -> Tensor:
 
 def wide(values: Tensor) -> torch.dtype:
     """The dtype for sums of ``values``: float32 at least."""
-    return torch.promote_types(values.dtype, torch.float32)
+    return torch.float64 if values.dtype is torch.float64 else torch.float32
 
 
 def not_finite(values: Tensor, squares: Tensor) -> Tensor:

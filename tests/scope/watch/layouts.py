@@ -28,6 +28,8 @@ class Layout:
     experts: bool = False
     tied: bool = False
     token_loss: bool = False
+    deferred: bool = False
+    """Statistics are made as on an accelerator: by the host, of single kernels' results."""
 
     @property
     def model(self) -> str:
@@ -45,15 +47,23 @@ class Layout:
 LAYOUTS = (
     Layout(name="one", world=1),
     Layout(name="one_experts", world=1, experts=True),
+    Layout(name="deferred_experts", world=1, experts=True, deferred=True),
     Layout(name="tp2_sp", world=2, flags=f"{TP} {SP}"),
     Layout(name="cp2_token_loss", world=2, flags=CP, token_loss=True),
     Layout(name="vpp2", world=2, flags=VPP),
     Layout(name="ep2_zero1", world=2, flags=f"{EP} {ZERO1}", experts=True),
+    Layout(name="deferred_tp2_sp_zero1", world=2, flags=f"{TP} {SP} {ZERO1}", deferred=True),
 )
 FURTHER = (
     Layout(name="one_tied", world=1, tied=True),
     Layout(name="recompute", world=1, flags=RECOMPUTE),
     Layout(name="recompute_selective", world=1, flags="--recompute-granularity selective"),
+    Layout(name="deferred", world=1, deferred=True),
+    Layout(name="deferred_recompute", world=1, flags=RECOMPUTE, deferred=True),
+    Layout(name="deferred_tp2", world=2, flags=TP, deferred=True),
+    Layout(name="deferred_vpp2", world=2, flags=VPP, deferred=True),
+    Layout(name="deferred_cp2", world=2, flags=CP, deferred=True),
+    Layout(name="deferred_ep2_zero1", world=2, flags=f"{EP} {ZERO1}", experts=True, deferred=True),
     Layout(name="tp2", world=2, flags=TP),
     Layout(name="pp2", world=2, flags=PP),
     Layout(name="cp2", world=2, flags=CP),

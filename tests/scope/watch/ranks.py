@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from mt_megatron.models.families import family_of
 from mt_megatron.scope.format.frames import Decoder, encode
 from mt_megatron.scope.interfaces import Facts, Options, StepFigures
 from mt_megatron.scope.session import Session
+from mt_megatron.scope.watch import parts
 from mt_megatron.training.distributed import Job, joined
 from mt_megatron.training.model import Trainable, build
 from mt_megatron.training.step import Shape, make_forward_step, train_step
@@ -33,7 +35,7 @@ STEPS = 3
 
 def begin() -> None:
     """Patch, and make one default group for all runs of this process."""
-    mt_megatron.patch("cpu")
+    mt_megatron.patch(os.environ.get("MT_MEGATRON_TEST_BACKEND", "cpu"))
     gc.freeze()
     backend = mt_megatron.backend()
     prepare_environment(backend, nodes=1)
@@ -81,7 +83,7 @@ def train(
         if not weights.exists() and job.layout.world_size == 1:
             save_checkpoint(weights, trainable, Progress(), job, manifest={})
             bare = trainable.bare_chunks()[0]
-            named = {name: each.detach().clone() for name, each in bare.named_parameters()}
+            named = {name: each.detach().cpu().clone() for name, each in bare.named_parameters()}
             torch.save(named, f"{weights}.pt")
         load_weights(weights / "iter_0000000", trainable)
         with watched(config, job, trainable, watch=watch, interval=interval) as (observed, reader):
@@ -176,7 +178,8 @@ def run_layouts(names: list[str], folder: str, seed: int) -> None:
     for name in names:
         layout = by_name(name)
         weights = Path(folder) / layout.model
-        reader, results = train(layout.all_flags, weights, seed=seed, watch=WATCH)
+        with _deferred() if layout.deferred else nullcontext():
+            reader, results = train(layout.all_flags, weights, seed=seed, watch=WATCH)
         if reader is None:
             continue
         with (Path(folder) / f"{name}.frames").open("wb") as file:
@@ -186,6 +189,16 @@ def run_layouts(names: list[str], folder: str, seed: int) -> None:
             lines, norms = reader.lines, [result.grad_norm for result in results]
             losses = [result.loss for result in results]
             file.write(encode({"k": "lines", "lines": lines, "norms": norms, "losses": losses}))
+
+
+@contextmanager
+def _deferred() -> Iterator[None]:
+    kept = vars(parts)["defers"]
+    parts.defers = lambda device: True
+    try:
+        yield
+    finally:
+        parts.defers = kept
 
 
 def frames_of(path: Path) -> tuple[dict[int, list[dict[str, Any]]], dict[str, Any]]:

@@ -93,7 +93,15 @@ def test_browsers_are_judged_by_the_band_of_none_and_the_sidecars_time_is_shown(
     killed = "no browser, process killed"
     arms = {"no browser again": 0.0, killed: 2.0, "reading": 0.0, "frozen": -1.0, "slow": 3.0, "killed": 1.9}
     about = {"growth_mib": {"all at once": 70.0}, "dropped_frames": {"served": 0}, "restless_blocks": 3}
-    where = {"shape": "s", "layout": "dp1", "ranks": 1, "threads": 1, "pinned": False, "cut_off": False}
+    where = {
+        "shape": "s",
+        "layout": "dp1",
+        "device": "d",
+        "ranks": 1,
+        "threads": 1,
+        "pinned": False,
+        "cut_off": False,
+    }
     given = ran(arms, **about, **where, tokens_per_step=512, step_seconds=0.5)
     for arm, blocks in given["blocks"][0].items():
         for own in blocks:
