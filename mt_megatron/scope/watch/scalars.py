@@ -1,7 +1,7 @@
 """Results of single kernels that the host puts together: of tensors on an accelerator.
 
-A norm or a maximum is one kernel; sums of squares, counts and ratios are made of them by the host, in float64,
-in the thread that encodes. Functions here have the signature ``Combine``.
+A norm or a maximum is one kernel. Sums of squares, counts and ratios are made of them by the host, in
+float64, in the thread that encodes. Functions from ``squares`` on have the signature ``Combine``.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ def no_update(rows: Values, known: Values) -> Values:
 def update(rows: Values, known: Values) -> Values:
     """``update_ratio`` of weights that lost a multiple of a direction, beside their decay.
 
-    Scalars: the norm of the weights after the update (0 for all but one piece of a parameter), the norm of the
-    direction, its product with the weights after the update and, where the host does not know it, the
+    Scalars: the norm of the weights after the update (0 for all but one piece of a parameter), the norm of
+    the direction, its product with the weights after the update and, where the host does not know it, the
     multiple. Known: the decay, and the multiple (or 1).
     """
     multiple: Any = known[:, 1] * (rows[:, 3] if rows.shape[1] > 3 else 1.0)
