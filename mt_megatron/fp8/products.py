@@ -56,50 +56,41 @@ def scaled_mm(
     out: Tensor | None = None,
     accumulate: bool = False,
 ) -> Tensor:
-    """The same by ``torch._scaled_mm``: scales per tensor or per row. All sizes are padded to multiples of
-    16: the kernels ask for it of the two of ``b``, and cuBLAS has none for some numbers of rows of ``a`` (39
-    and 130 on an H200)."""
+    """The same by ``torch._scaled_mm``: scales per tensor or per row. Rows that are summed over are padded to
+    a multiple of 16, which the kernels ask for."""
     # Kernels read both operands along the summed dimension.
     left, right = a.laid(), b.laid()
     if 0 in (*left.shape, *right.shape):
         # An expert without tokens: kernels know no empty operands with scales per row.
         nothing = torch.zeros(left.shape[0], right.shape[0], dtype=dtype, device=left.device)
         return _into(nothing, None, out, accumulate)
-    rows, columns = left.shape[0], right.shape[0]
+    missing = -left.shape[1] % 16
+    if missing:
+        left, right = _pad(left, missing), _pad(right, missing)
     scale_a, scale_b = a.inverse, b.inverse
     if scale_a.dim() or scale_b.dim():
-        scale_a = _padded_scales(scale_a, rows).reshape(-1, 1)
-        scale_b = _padded_scales(scale_b, columns).reshape(1, -1)
+        scale_a = scale_a.reshape(-1, 1).expand(left.shape[0], 1).contiguous()
+        scale_b = scale_b.reshape(1, -1).expand(1, right.shape[0]).contiguous()
     result = torch._scaled_mm(
-        _padded(left),
-        _padded(right).t(),
-        scale_a,
-        scale_b,
+        left,
+        right.t(),
+        _aligned(scale_a),
+        _aligned(scale_b),
         out_dtype=dtype,
         use_fast_accum=product.fast_accumulate,
     )
-    if result.shape != (rows, columns):
-        result = result[:rows, :columns].contiguous()
     return _into(result, None, out, accumulate)
 
 
-_MULTIPLE = 16
+def _pad(codes: Tensor, missing: int) -> Tensor:
+    """``codes`` followed by so many columns of zeros."""
+    return torch.nn.functional.pad(codes.view(torch.uint8), (0, missing)).view(codes.dtype)
 
 
-def _padded(codes: Tensor) -> Tensor:
-    """``codes`` with rows and columns of zeros up to a multiple."""
-    below, beside = (-size % _MULTIPLE for size in codes.shape)
-    if not below and not beside:
-        return codes
-    return torch.nn.functional.pad(codes.view(torch.uint8), (0, beside, 0, below)).view(codes.dtype)
-
-
-def _padded_scales(scales: Tensor, rows: int) -> Tensor:
-    """One fp32 scale [padded rows] for each row, of one for all or one for each."""
-    padded = rows + -rows % _MULTIPLE
-    if scales.numel() == 1:
-        return scales.reshape(1).expand(padded).contiguous()
-    return torch.nn.functional.pad(scales.reshape(-1), (0, padded - rows), value=1.0)
+def _aligned(scales: Tensor) -> Tensor:
+    """``scales`` at an address that is a multiple of 16. Those of one expert lie between the others', and at
+    other addresses cuBLAS has no kernel (CUBLAS_STATUS_NOT_SUPPORTED, seen on an H200)."""
+    return scales if scales.data_ptr() % 16 == 0 else scales.clone()
 
 
 def _outer(a: Quantised, b: Quantised) -> tuple[Tensor, ...] | None:

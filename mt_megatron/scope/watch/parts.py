@@ -104,27 +104,28 @@ class Parts:
     def taken(self) -> tuple[Layout, Tensor, Callable[[Values], Values]]:
         """The layout, a vector on the device, and what makes the frame's values of its copy on the host."""
         entries = list(self._entries.values())
-        scalars = [each for entry in entries if isinstance(entry, _Later) for each in entry.scalars]
         pieces = [entry.device(self._dtype) for entry in entries]
-        lengths = [
-            len(entry.scalars) if isinstance(entry, _Later) else 0 if piece is None else piece.numel()
-            for entry, piece in zip(entries, pieces, strict=True)
-        ]
         there = [piece for piece in pieces if piece is not None]
+        places, scalars = _scalars_of(entries)
+        first = sum(piece.numel() for piece in there)
         if scalars:
             there.append(torch.stack(scalars).to(self._dtype))
         joined = torch.cat(there) if there else torch.zeros(0, dtype=self._dtype)
-        begins = _begins(entries, lengths)
+        begin = 0
+        for index, piece in enumerate(pieces):
+            if piece is not None:
+                places[index] = np.arange(begin, begin + piece.numel())
+                begin += piece.numel()
+            else:
+                places[index] += first
         for entry in entries:
             # What waits for a sidecar would keep them, and with them memory of the device.
             entry.release()
         names = [statistic for _, statistic in self._entries]
 
         def values(copy: Values) -> Values:
-            parts = [
-                entry.values(np.asarray(copy[begin : begin + length], np.float64))
-                for entry, begin, length in zip(entries, begins, lengths, strict=True)
-            ]
+            copy = np.asarray(copy, np.float64)
+            parts = [entry.values(copy[where]) for entry, where in zip(entries, places, strict=True)]
             counted = [part for name, part in zip(names, parts, strict=True) if name == "not_finite"]
             if any(part.any() for part in counted):
                 self._not_finite.set()
@@ -133,21 +134,22 @@ class Parts:
             return np.concatenate(parts) if parts else np.zeros(0)
 
         layout = tuple(
-            (path, statistic, len(entry.values(np.zeros(length))))
-            for ((path, statistic), entry), length in zip(self._entries.items(), lengths, strict=True)
+            (path, statistic, len(entry.values(np.zeros(len(where)))))
+            for ((path, statistic), entry), where in zip(self._entries.items(), places, strict=True)
         )
         return layout, joined, values
 
 
-def _begins(entries: Sequence[_Entry], lengths: Sequence[int]) -> list[int]:
-    """Where each entry's numbers begin: those that are kept for the host come after all others."""
-    found, at = [0] * len(entries), 0
-    for last in (False, True):
-        for index, (entry, length) in enumerate(zip(entries, lengths, strict=True)):
-            if isinstance(entry, _Later) is last:
-                found[index] = at
-                at += length
-    return found
+def _scalars_of(entries: Sequence[_Entry]) -> tuple[list[NDArray[np.int64]], list[Tensor]]:
+    """For each entry the places of its scalars in the list of all; several entries may keep the same one."""
+    places, number, scalars = [], dict[int, int](), list[Tensor]()
+    for entry in entries:
+        own = entry.scalars if isinstance(entry, _Later) else []
+        for each in own:
+            if number.setdefault(id(each), len(scalars)) == len(scalars):
+                scalars.append(each)
+        places.append(np.asarray([number[id(each)] for each in own], np.int64))
+    return places, [each if each.dtype is torch.float32 else each.float() for each in scalars]
 
 
 class _Entry(Protocol):
@@ -217,11 +219,7 @@ class _Later:
 
     @property
     def scalars(self) -> list[Tensor]:
-        return [
-            each if each.dtype is torch.float32 else each.float()
-            for tensors in self._tensors.values()
-            for each in tensors
-        ]
+        return [each for tensors in self._tensors.values() for each in tensors]
 
     def device(self, dtype: torch.dtype) -> Tensor | None:
         return None

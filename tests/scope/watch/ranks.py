@@ -178,7 +178,7 @@ def run_layouts(names: list[str], folder: str, seed: int) -> None:
     for name in names:
         layout = by_name(name)
         weights = Path(folder) / layout.model
-        with _deferred() if layout.deferred else nullcontext():
+        with deferred() if layout.deferred else nullcontext():
             reader, results = train(layout.all_flags, weights, seed=seed, watch=WATCH)
         if reader is None:
             continue
@@ -192,7 +192,8 @@ def run_layouts(names: list[str], folder: str, seed: int) -> None:
 
 
 @contextmanager
-def _deferred() -> Iterator[None]:
+def deferred() -> Iterator[None]:
+    """Statistics are made as on an accelerator, on the CPU."""
     kept = vars(parts)["defers"]
     parts.defers = lambda device: True
     try:

@@ -23,7 +23,9 @@ ONE = {
     "fp16_overflow": f"{_PLAIN} --fp16 --initial-loss-scale 4294967296 --hysteresis 1",
     **(FURTHER if DAILY else {}),
 }
+ONE |= {f"deferred_{name}": flags for name, flags in ONE.items()}
 TWO = {"zero1_bf16": f"{_PLAIN} {ZERO1} --bf16", "zero1": f"{_PLAIN} {ZERO1}"} if DAILY else {}
+TWO |= {f"deferred_{name}": flags for name, flags in TWO.items()}
 RELATIVE = 1e-3
 
 
@@ -46,7 +48,8 @@ def test_norms_are_those_of_copies(found: dict[str, Any], name: str) -> None:
     assert not case["lines"]
 
 
-def test_a_skipped_update_is_zero(found: dict[str, Any]) -> None:
-    case = found["fp16_overflow"]
+@pytest.mark.parametrize("way", ["", "deferred_"])
+def test_a_skipped_update_is_zero(found: dict[str, Any], way: str) -> None:
+    case = found[f"{way}fp16_overflow"]
     assert case["skipped"][0] and case["recorded"]["update_ratio"][0] == 0.0
     assert case["recorded"]["gradient_norm"][0] == -1.0, "gradients that overflowed have no norm"
