@@ -35,7 +35,7 @@ and ``doctor`` say so."""
 ALLOW_DRIFT = "MT_MEGATRON_ALLOW_DRIFT"
 """Environment variable; ``1`` turns UpstreamDriftError into a warning that the report records."""
 
-FINGERPRINTS = Path(__file__).parent / "patches" / "upstream.json"
+FINGERPRINTS = Path(__file__).parent / "patches" / "upstream.json.gz"
 
 _log = logging.getLogger("mt_megatron")
 _changing = threading.RLock()

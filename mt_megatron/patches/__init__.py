@@ -1,15 +1,15 @@
 """What is changed in Megatron-Core, one file per concern; ``collect`` gathers them for a backend.
 
-device/        ``torch.cuda`` means the active backend; random numbers, process groups, transfers
-compat/        Megatron-Core 0.9.0 on newer torch, numpy, zarr; Megatron-LM's scripts
-model/         layers, layer specs and model configuration
-optimizer/     Adam without Apex, parameter groups
-pipeline/      schedules as data in the place of upstream's; stages laid out as a V
-events/        upstream's functions emit ``seams.events``
-errata/        defects of 0.9.0
-catalogue      the declared patches as a file, listed without importing torch
-declared.json  that file
-upstream.json  hashes of the upstream lines that the patches were written against
+device/           ``torch.cuda`` means the active backend; random numbers, process groups, transfers
+compat/           Megatron-Core 0.9.0 on newer torch, numpy, zarr; Megatron-LM's scripts
+model/            layers, layer specs and model configuration
+optimizer/        Adam without Apex, parameter groups
+pipeline/         schedules as data in the place of upstream's; stages laid out as a V
+events/           upstream's functions emit ``seams.events``
+errata/           defects of 0.9.0
+catalogue         the declared patches as a file, listed without importing torch
+declared.json.gz  that file
+upstream.json.gz  hashes of the upstream lines that the patches were written against
 """
 
 from __future__ import annotations

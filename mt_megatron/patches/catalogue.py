@@ -7,15 +7,16 @@ torch and of this package's source that it was written with.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from ..errors import PatchError
+from ..patching.records import read_record, write_record
 from ..patching.spec import Patch
 
-PATH = Path(__file__).with_name("declared.json")
+PATH = Path(__file__).with_name("declared.json.gz")
 _FOLDERS = ("patches", "backends")
 _FIELDS = ("id", "target", "kind", "reason", "feature", "digest", "after", "scope")
 
@@ -23,18 +24,18 @@ _FIELDS = ("id", "target", "kind", "reason", "feature", "digest", "after", "scop
 def recorded(backend: str) -> list[Patch] | None:
     """The patches of ``backend`` without their bodies; None where the file may be out of date."""
     try:
-        found = json.loads(PATH.read_text(encoding="utf-8"))
+        found = read_record(PATH)
         if found["of"] != _of():
             return None
         return [_patch(each) for each in found["patches"][backend]]
-    except (OSError, ValueError, KeyError, PackageNotFoundError):
+    except (PatchError, OSError, KeyError, TypeError, PackageNotFoundError):
         return None
 
 
 def write(patches: Mapping[str, Sequence[Patch]]) -> None:
     """Record the patches of each backend."""
     listed = {name: [_data(patch) for patch in found] for name, found in sorted(patches.items())}
-    PATH.write_text(json.dumps({"of": _of(), "patches": listed}, indent=1) + "\n", encoding="utf-8")
+    write_record(PATH, {"of": _of(), "patches": listed})
 
 
 def _of() -> dict[str, str]:

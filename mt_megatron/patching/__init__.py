@@ -3,6 +3,7 @@
 spec                 a patch: target, kind, reason, body
 source               the installed source of a target, found without importing it
 digest               digest of that source, its cache, the lines that drifted
+records              files that ship with the package, as compressed JSON
 plan                 selection, order and checks, before anything is changed
 prior_changes        targets that other code changed before
 engine               carries a plan out, at once and at later imports; takes it back

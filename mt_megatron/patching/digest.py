@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from mt_megatron.errors import PatchTargetError
+from mt_megatron.patching.records import read_record, write_record
 from mt_megatron.patching.source import Definition, Parameter, define, locate, parse_target
 
 _Key = tuple[int, int]
@@ -329,23 +330,22 @@ def fingerprint(source: Source) -> list[tuple[int, str]]:
 
 
 def write_fingerprints(path: Path, sources: Iterable[Source]) -> None:
-    """Write what ``describe_drift`` reads: per target its digest and its lines' hashes, the line
-    numbers relative to the first."""
+    """Write what ``describe_drift`` reads: per target its digest and its lines' hashes, in order."""
     content = {
         source.target: {
             "digest": source.digest,
-            "lines": " ".join(f"{line - source.first_line}:{mark}" for line, mark in fingerprint(source)),
+            "lines": " ".join(mark for _, mark in fingerprint(source)),
         }
         for source in sorted(sources, key=lambda source: source.target)
     }
-    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    write_record(path, content)
 
 
 def read_fingerprints(path: Path) -> dict[str, dict[str, str]]:
-    """The content of a file of fingerprints; empty when there is none."""
+    """The content of a file of fingerprints, empty when there is none. PatchError: it is damaged."""
     if not path.exists():
         return {}
-    content: dict[str, dict[str, str]] = json.loads(path.read_text(encoding="utf-8"))
+    content: dict[str, dict[str, str]] = read_record(path)
     return content
 
 
@@ -360,12 +360,12 @@ def describe_drift(
     recorded = fingerprints.get(source.target)
     if recorded is None or recorded["digest"] != expected_digest:
         return f"somewhere in {span} (no line hashes are recorded for digest {expected_digest[:12]})"
-    old = [mark.partition(":") for mark in recorded["lines"].split()]
+    old = recorded["lines"].split()
     new = fingerprint(source)
     text = parse_file(Path(source.path))[0].split("\n")
     shown: list[str] = []
     places: list[str] = []
-    matcher = SequenceMatcher(None, [mark for _, _, mark in old], [mark for _, mark in new], autojunk=False)
+    matcher = SequenceMatcher(None, old, [mark for _, mark in new], autojunk=False)
     for tag, old_first, old_last, first, last in matcher.get_opcodes():
         if tag == "equal":
             continue
@@ -394,7 +394,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         epilog="exit codes: 0 fine, 1 a target was not found, 2 wrong use",
     )
     parser.add_argument("targets", nargs="+", metavar="module:qualname")
-    parser.add_argument("--write", type=Path, metavar="FILE", help="write line digests to a JSON file")
+    parser.add_argument(
+        "--write", type=Path, metavar="FILE", help="write line hashes as JSON; .gz: compressed"
+    )
     options = parser.parse_args(argv)
     failed = 0
     found: list[Source] = []

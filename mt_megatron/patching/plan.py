@@ -110,8 +110,13 @@ class Resolution:
     def drift_warning(self, fingerprints: Path | None) -> str:
         """Patch, file and lines of the drift."""
         assert self.source is not None and self.patch.digest is not None
-        recorded = {} if fingerprints is None else read_fingerprints(fingerprints)
-        found = describe_drift(self.source, self.patch.digest, recorded)
+        recorded: dict[str, dict[str, str]] = {}
+        unreadable = ""
+        try:
+            recorded = {} if fingerprints is None else read_fingerprints(fingerprints)
+        except PatchError as error:  # The drift counts; without the record only the span can be named.
+            unreadable = f"\n  {error}"
+        found = describe_drift(self.source, self.patch.digest, recorded) + unreadable
         return (
             f"patch {self.patch.id}: the installed source of {self.patch.target} is not the one it was "
             f"written against (expected digest {self.patch.digest[:12]}, found "

@@ -106,6 +106,19 @@ def test_packages_have_an_init_so_that_wheels_hold_them() -> None:
         assert (path.parent / "__init__.py").is_file(), path.parent
 
 
+def test_package_data_names_every_file_that_is_no_source() -> None:
+    package = ROOT / "mt_megatron"
+    document = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    patterns = document["tool"]["setuptools"]["package-data"]["mt_megatron"]
+    matched = {pattern: {path for path in package.glob(pattern) if path.is_file()} for pattern in patterns}
+    # setuptools takes ``page/**`` for files too; glob knows folders alone.
+    matched |= {pattern: set(package.glob(f"{pattern}/*")) for pattern in patterns if pattern.endswith("/**")}
+    built = {".py", ".pyc", ".so"}
+    files = {path for path in package.rglob("*") if path.is_file() and path.suffix not in built}
+    assert all(matched.values()), matched
+    assert sorted(files - set().union(*matched.values())) == []
+
+
 def test_type_checkers_of_users_are_told_of_the_annotations() -> None:
     assert (ROOT / "mt_megatron" / "py.typed").is_file()
     document = tomllib.loads((ROOT / "pyproject.toml").read_text())

@@ -124,18 +124,34 @@ def test_no_record_reads_as_empty(tmp_path: Path) -> None:
     assert read_fingerprints(tmp_path / "none.json") == {}
 
 
-def drifted_plan(toy: Toy, tmp_path: Path, **settings: bool) -> object:
+def drifted_plan(toy: Toy, tmp_path: Path, damage: bytes | None = None, **settings: bool) -> object:
     path = toy.write("owner", SOURCE)
     patch = toy.patch("f", "wrap", lambda original, a, b: original(a, b), id="math.f")
-    write_fingerprints(tmp_path / "f.json", [source_of(toy.target("f"))])
+    recorded = tmp_path / "f.json.gz"
+    write_fingerprints(recorded, [source_of(toy.target("f"))])
+    if damage is not None:
+        recorded.write_bytes(damage)
     path.write_text(SOURCE.replace("total *= 2", "total *= 3"))
-    return make_plan([patch], backend="cpu", settings=Settings(fingerprints=tmp_path / "f.json", **settings))
+    return make_plan([patch], backend="cpu", settings=Settings(fingerprints=recorded, **settings))
 
 
 def test_a_plan_refuses_a_drift_and_names_patch_file_and_lines(toy: Toy, tmp_path: Path) -> None:
     with pytest.raises(UpstreamDriftError) as caught:
         drifted_plan(toy, tmp_path)
     for part in ("math.f", toy.target("f"), str(toy.root / "owner.py"), "line(s) 8", "total *= 3"):
+        assert part in str(caught.value)
+
+
+def test_a_damaged_record_hides_no_drift_and_is_named(toy: Toy, tmp_path: Path) -> None:
+    with pytest.raises(UpstreamDriftError) as caught:
+        drifted_plan(toy, tmp_path, damage=b"no gzip")
+    for part in (
+        "math.f",
+        "somewhere in",
+        "owner.py:3-12",
+        str(tmp_path / "f.json.gz"),
+        "'mt-megatron patches record'",
+    ):
         assert part in str(caught.value)
 
 

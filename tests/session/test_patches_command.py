@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 from mt_megatron import _session
 from mt_megatron.cli.main import main
 from mt_megatron.patching.digest import read_fingerprints
+from mt_megatron.patching.records import read_record
 
 
 def output(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
@@ -119,11 +121,38 @@ def test_nothing_is_applied_or_installed(capsys: pytest.CaptureFixture[str]) -> 
 def test_record_rewrites_the_line_hashes(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from mt_megatron.patches import catalogue
+
     committed = read_fingerprints(_session.FINGERPRINTS)
-    monkeypatch.setattr(_session, "FINGERPRINTS", tmp_path / "upstream.json")
+    monkeypatch.setattr(_session, "FINGERPRINTS", tmp_path / "upstream.json.gz")
+    monkeypatch.setattr(catalogue, "PATH", tmp_path / "declared.json.gz")
     code, text, _ = output(capsys, "record")
     assert code == 0 and f"{len(committed)} targets recorded" in text
-    assert read_fingerprints(tmp_path / "upstream.json") == committed
+    assert read_fingerprints(tmp_path / "upstream.json.gz") == committed
+    first = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    for name in first:
+        (tmp_path / name).unlink()
+    assert output(capsys, "record")[0] == 0
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == first
+    assert sorted(first) == ["declared.json.gz", "upstream.json.gz"]
+    found = catalogue.recorded("cpu")
+    assert found is not None and len(found) >= 60
+
+
+@pytest.mark.parametrize("damage", ["none there", "cut", "another format", "no list of patches"])
+def test_the_list_is_made_anew_without_the_recorded_one(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
+) -> None:
+    from mt_megatron.patches import catalogue
+
+    expected = output(capsys, "list", "--backend", "cpu", "--json")
+    packed = catalogue.PATH.read_bytes()
+    contents = {"cut": packed[:1000], "another format": b"{}", "no list of patches": gzip.compress(b"[]")}
+    monkeypatch.setattr(catalogue, "PATH", tmp_path / "declared.json.gz")
+    if damage in contents:
+        catalogue.PATH.write_bytes(contents[damage])
+    assert catalogue.recorded("cpu") is None
+    assert output(capsys, "list", "--backend", "cpu", "--json") == expected
 
 
 def test_the_recorded_list_is_what_is_declared() -> None:
@@ -134,7 +163,7 @@ def test_the_recorded_list_is_what_is_declared() -> None:
 
     recorded = catalogue.recorded("cpu")
     if recorded is None:
-        written = json.loads(catalogue.PATH.read_text(encoding="utf-8"))["of"]
+        written = read_record(catalogue.PATH)["of"]
         assert catalogue._of()["torch"] != written["torch"], "run 'mt-megatron patches record'"
         return
     declared = collect(registry.get("cpu"))
