@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -169,6 +170,26 @@ def test_the_kernels_call_computes_what_the_reference_does() -> None:
             into = torch.ones(found.shape)
             scaled_mm(role, qa, qb, product, torch.bfloat16, out=into, accumulate=True)
             assert torch.equal(into, 1 + found.float())
+
+
+def test_scales_of_one_expert_are_aligned() -> None:
+    """cuBLAS has no kernel for a scale at another address."""
+    scales = torch.arange(1.0, 9.0)
+    seen = []
+
+    def kernel(a: Any, b: Any, scale_a: torch.Tensor, scale_b: torch.Tensor, **options: Any) -> torch.Tensor:
+        seen.extend((scale_a, scale_b))
+        return torch.zeros(a.shape[0], b.shape[1], dtype=torch.bfloat16)
+
+    recipe = PRESETS["tensorwise"]
+    a, b = torch.randn(39, 64).bfloat16(), torch.randn(64, 48).bfloat16()
+    left, right = cast(recipe, "dgrad", a, b, seed=0)
+    with mock.patch.object(torch, "_scaled_mm", kernel):
+        for index in range(8):
+            operands = (replace(each, inverse=scales[index]) for each in (left, right))
+            scaled_mm("dgrad", *operands, recipe.product("dgrad"), torch.bfloat16)
+    assert [each.item() for each in seen[::2]] == list(range(1, 9))
+    assert all(each.data_ptr() % 16 == 0 for each in seen) and scales[2].data_ptr() % 16
 
 
 def test_what_is_not_finite_shows() -> None:
