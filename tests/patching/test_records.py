@@ -75,6 +75,8 @@ def flipped(packed: bytes) -> bytes:
         ("a.json.gz", None, "FileNotFoundError"),
         ("a.json", gzip.compress(b"{}"), "UnicodeDecodeError"),
     ],
+    # The bytes hold the time, and workers that collect at different times must find the same tests.
+    ids=range(9),
 )
 def test_an_error_says_what_was_found_and_what_to_do(
     tmp_path: Path, name: str, content: bytes | None, found: str

@@ -457,24 +457,25 @@ class _Maps:
             height, width = self._height, self._width
             weights = _pooled(weights, height, width)
         whole = take.rows if exact else -(-take.place.seq_length // height)
-        low = rows.heads.start
-        for head in take.heads(inputs.heads):
-            take.tensors.add(
-                take.target.path,
-                "attention",
-                weights[head - low],
-                index={
-                    "layer": take.layer,
-                    "head": inputs.heads.start + head,
-                    "sample": sample,
-                    "query_first": take.first if exact else 0,
-                    "query_step": height,
-                    "key_step": width,
-                },
-                microbatch=microbatch,
-                shape=(whole, -(-keys // width)),
-                offset=(first, 0),
-            )
+        low, heads = rows.heads.start, take.heads(inputs.heads)
+        if len(heads) < weights.size(0):
+            weights = weights[[head - low for head in heads]]
+        index = {
+            "layer": take.layer,
+            "sample": sample,
+            "query_first": take.first if exact else 0,
+            "query_step": height,
+            "key_step": width,
+        }
+        take.tensors.add_alike(
+            take.target.path,
+            "attention",
+            weights,
+            indices=[{**index, "head": inputs.heads.start + head} for head in heads],
+            microbatch=microbatch,
+            shape=(whole, -(-keys // width)),
+            offset=(first, 0),
+        )
 
 
 def _pooled(weights: Tensor, height: int, width: int) -> Tensor:

@@ -31,22 +31,30 @@ class Copier:
             arrays = _mapped([each.detach().numpy() for each in tensors])
             return lambda: arrays
         pinned = self._backend.pins_host_memory()
-        hosts = []
-        for each in tensors:
-            host = torch.empty(each.shape, dtype=each.dtype, pin_memory=pinned)
-            host.copy_(each.detach(), non_blocking=pinned)
-            hosts.append(host)
+        # One copy for all of a dtype: a step has hundreds of small tensors, and each copy takes its time.
+        kept, hosts = [], dict[torch.dtype, Tensor]()
+        for dtype in dict.fromkeys(each.dtype for each in tensors):
+            joined = torch.cat([each.detach().reshape(-1) for each in tensors if each.dtype is dtype])
+            host = torch.empty(joined.shape, dtype=dtype, pin_memory=pinned)
+            host.copy_(joined, non_blocking=pinned)
+            kept.append(joined)
+            hosts[dtype] = host
+        about = [(each.dtype, each.shape, each.numel()) for each in tensors]
         event = self._backend.timed_event() if pinned else None
         if event is not None:
             event.record()
-        # The device's tensors live until the copies are there.
-        kept = list(tensors)
 
         def arrays_then() -> list[np.ndarray[Any, Any]]:
             if event is not None:
                 event.synchronize()  # type: ignore[attr-defined]
+            # The device's tensors live until the copies are there.
             kept.clear()
-            return [host.numpy() for host in hosts]
+            arrays, places = [], dict.fromkeys(hosts, 0)
+            for dtype, shape, count in about:
+                first = places[dtype]
+                places[dtype] = first + count
+                arrays.append(hosts[dtype][first : first + count].view(shape).numpy())
+            return arrays
 
         return arrays_then
 

@@ -82,31 +82,74 @@ class Tensors:
         rows, columns = values.shape
         if rows == 0 or columns == 0:
             return
-        exact = values.numel() <= EXACT
-        each = columns * 4 if exact else columns + 8 * -(-columns // 64)
+        each = _bytes_of_row(values)
         if self.size + rows * each > self._most:
             self.dropped += rows * each
             return
         self.size += rows * each
         step = max(1, MOST_FRAME // each)
+        about = {"path": path, "what": what, "microbatch": microbatch, "shape": shape}
         for first in range(0, rows, step):
-            piece = values[first : first + step]
-            at = (offset[0] + first, offset[1])
-            common = {"path": path, "what": what, "microbatch": microbatch, "index": index, "shape": shape}
-            if exact:
-                self.held.append(
-                    Held(**common, offset=at, data=piece.float().clone(), scale=None, low=None, error=None)  # type: ignore[arg-type]
-                )
-                continue
-            tiles = tiles_of(piece)
+            piece = values[None, first : first + step]
+            # A small whole is sent exactly, a small end of a large one as the rest of it.
+            self._encode(piece, [index], (offset[0] + first, offset[1]), about, values.numel() <= EXACT)
+
+    def add_alike(
+        self,
+        path: str,
+        what: str,
+        values: Tensor,
+        *,
+        indices: Sequence[Mapping[str, int]],
+        microbatch: int,
+        shape: tuple[int, int],
+        offset: tuple[int, int] = (0, 0),
+    ) -> None:
+        """``add`` each of ``values`` [n, rows, columns] with its index, in the kernels of one."""
+        count, rows, columns = values.shape
+        size = rows * _bytes_of_row(values[0]) if count and rows and columns else 0
+        if size == 0:
+            return
+        if size > MOST_FRAME:
+            for own, index in zip(values, indices, strict=True):
+                self.add(path, what, own, index=index, microbatch=microbatch, shape=shape, offset=offset)
+            return
+        fit = min(max(self._most - self.size, 0) // size, count)
+        self.size += fit * size
+        self.dropped += (count - fit) * size
+        if fit:
+            about = {"path": path, "what": what, "microbatch": microbatch, "shape": shape}
+            self._encode(values[:fit], indices[:fit], offset, about, rows * columns <= EXACT)
+
+    def _encode(
+        self,
+        values: Tensor,
+        indices: Sequence[Mapping[str, int]],
+        offset: tuple[int, int],
+        about: Mapping[str, Any],
+        exact: bool,
+    ) -> None:
+        rows = values.size(1)
+        if exact:
+            copies = values.float().clone()
+            self.held += [
+                Held(**about, index=index, offset=offset, data=data, scale=None, low=None, error=None)
+                for index, data in zip(indices, copies, strict=True)
+            ]
+            return
+        tiles = tiles_of(values)
+        codes = tiles.codes.contiguous()
+        for number, index in enumerate(indices):
+            own = slice(number * rows, (number + 1) * rows)
             self.held.append(
                 Held(
-                    **common,  # type: ignore[arg-type]
-                    offset=at,
-                    data=tiles.codes.contiguous(),
-                    scale=tiles.scale,
-                    low=tiles.low,
-                    error=tiles.error,
+                    **about,
+                    index=index,
+                    offset=offset,
+                    data=codes[own],
+                    scale=tiles.scale[own],
+                    low=tiles.low[own],
+                    error=tiles.error[number],
                 )
             )
 
@@ -121,6 +164,12 @@ class Tensors:
                 for values in scaled:
                     if values is not None:
                         values.div_(by)
+
+
+def _bytes_of_row(values: Tensor) -> int:
+    """Of a matrix as it is sent."""
+    columns = values.size(1)
+    return columns * 4 if values.numel() <= EXACT else columns + 8 * -(-columns // 64)
 
 
 def frames_of(

@@ -31,16 +31,18 @@ class Tiles:
     differ, so that the whole tile reads as not finite."""
 
     error: Tensor
-    """float32 []: largest absolute difference; infinite where an element is not finite."""
+    """float32 [], of several matrices [n]: largest absolute difference; infinite where an element is not
+    finite."""
 
 
 def tiles_of(values: Tensor) -> Tiles:
-    """``values`` [rows, columns] of any floating dtype in tiles. Nothing waits for the device.
+    """``values`` [rows, columns] of any floating dtype in tiles. Nothing waits for the device. Of several
+    matrices [n, rows, columns] the rows lie one matrix after another, with an error for each.
 
     Within a tile codes are evenly spaced from the smallest to the largest element, so the error is at most
     half of a step of the widest tile.
     """
-    wide = values.float()
+    wide = values.float().reshape(-1, values.size(-1))
     rows, columns = wide.shape
     count = max(1, -(-columns // TILE))
     size = max(1, -(-columns // count))
@@ -60,7 +62,8 @@ def tiles_of(values: Tensor) -> Tiles:
         ((finite - low[..., None]) / scale[..., None]).nan_to_num(posinf=_CODES).round_().clamp_(0, _CODES)
     )
     low = low + wrong
-    error = (tiles - (low[..., None] + scale[..., None] * codes)).abs().amax()
+    difference = (tiles - (low[..., None] + scale[..., None] * codes)).abs()
+    error = difference.reshape(*values.shape[:-2], -1).amax(dim=-1)
     return Tiles(
         codes=codes.to(torch.uint8).reshape(rows, count * size)[:, :columns],
         scale=scale,
