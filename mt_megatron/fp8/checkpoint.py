@@ -60,7 +60,8 @@ def load_rank_state(chunks: Any, loaded: Mapping[str, Any]) -> None:
     rows: Mapping[str, Any] = loaded.get(_ROWS, {})
     for state in states_of(chunks):
         for name in state.linears:
-            if name in rows:
+            # Where all data-parallel ranks have magnitudes in common, what each had of its own is no state.
+            if name in rows and state.recipe.amax_group != "tp-cp-dp":
                 state.load_row(name, rows[name])
         for name, linears in state.linears.items():
             for linear, scale in zip(linears, scales.get(name, [None] * len(linears)), strict=True):

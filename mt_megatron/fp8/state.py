@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -198,16 +198,21 @@ class Fp8State:
         history.copy_(torch.roll(history, 1, dims=1))
         history[:, 0] = seen
         seen.zero_()
+        scale.copy_(self._scales_of(history, scale, self._maxima))
+
+    def _scales_of(self, history: Tensor, scale: Tensor, maxima: Sequence[float]) -> Tensor:
+        """Scales [slots] for ``history`` [slots, length]; of slots that have seen nothing those in ``scale``.
+        ``maxima`` are those of the slots' formats."""
         amax = history.amax(dim=1) if self.recipe.algorithm == "max" else history[:, 0]
-        maxima = torch.tensor(self._maxima, device=history.device)
-        for maximum in set(self._maxima):
+        of_format = torch.tensor(maxima, device=history.device)
+        for maximum in set(maxima):
             fmt = next(each for each in FORMATS.values() if each.maximum == maximum) if maximum > 1 else None
             if fmt is None:
                 continue
             new = scale_of(amax, fmt, margin=self.recipe.margin)
             # Nothing was seen yet: the scale stays as it was.
-            chosen = (maxima == maximum) & (amax > 0)
-            scale.copy_(torch.where(chosen, new, scale))
+            scale = torch.where((of_format == maximum) & (amax > 0), new, scale)
+        return scale
 
     def _device(self) -> torch.device:
         # Layers may have been taken out of a model since.
@@ -319,8 +324,11 @@ class Fp8State:
             history, scale, _ = self._tensors(self._device())
             self._noted = None
             slots = [self._slots[name, kind] for kind in KINDS]
-            scale[slots] = row[1 : 1 + len(KINDS)].to(scale)
-            history[slots] = row[1 + len(KINDS) :].view(len(KINDS), -1).to(history)
+            seen = row[1 + len(KINDS) :].view(len(KINDS), -1).to(history)
+            history[slots] = seen
+            # Made anew: the saved ones are for the format and the margin of the run that saved them.
+            maxima = [self._maxima[slot] for slot in slots]
+            scale[slots] = self._scales_of(seen, row[1 : 1 + len(KINDS)].to(scale), maxima)
 
     def reset_row(self, name: str) -> None:
         """Start one linear anew, as when its model was built."""

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mt_megatron.fp8.linear import Fp8Linear
-from mt_megatron.fp8.recipe import PRESETS
+from mt_megatron.fp8.recipe import PRESETS, recipe_of
 from mt_megatron.fp8.state import Fp8State, Options
 from mt_megatron.fp8.telemetry import Telemetry
 from tests.launch import run_ranks
@@ -51,6 +51,35 @@ def test_layers_may_be_taken_out_or_moved(monkeypatch: pytest.MonkeyPatch) -> No
         assert state.delayed_scale("b", "input", torch.tensor(2.0)) == 224
     assert state.step == 1 and state.row("b")[4] == 2
     assert state.delayed_scale("b", "input", torch.ones((), device="meta")).device.type == "meta"
+
+
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [
+        ({}, {"format": "e4m3"}),
+        ({"format": "e4m3"}, {}),
+        ({}, {"margin": 2}),
+        ({"algorithm": "max"}, {"algorithm": "most_recent"}),
+    ],
+)
+def test_a_loaded_scale_is_of_this_runs_format_and_margin(
+    monkeypatch: pytest.MonkeyPatch, before: dict[str, Any], now: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(Fp8State, "reduce_max", lambda *unused: None)
+    module, states = torch.nn.Linear(16, 16), []
+    for given in (before, now, now):
+        state = Fp8State(recipe_of("delayed", **{"history": 4, **given}), Options())
+        state.add(Fp8Linear(state, "a", module.weight))
+        states.append(state)
+    saved, loaded, always = states
+    for state in (saved, always):
+        for amax in (3.0, 0.5):
+            with state.stepping(forward_only=False):
+                for kind in ("input", "weight", "grad"):
+                    state.delayed_scale("a", kind, torch.tensor(amax))
+    loaded.load_row("a", saved.row("a"))
+    assert torch.equal(loaded.row("a"), always.row("a"))
+    assert not torch.equal(saved.row("a"), loaded.row("a")), "the control: both runs' scales are the same"
 
 
 def test_a_step_that_failed_leaves_no_magnitudes(monkeypatch: pytest.MonkeyPatch) -> None:
