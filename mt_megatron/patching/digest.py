@@ -28,7 +28,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from mt_megatron.errors import PatchTargetError
+from mt_megatron.errors import PatchError, PatchTargetError
 from mt_megatron.patching.records import read_record, write_record
 from mt_megatron.patching.source import Definition, Parameter, define, locate, parse_target
 
@@ -345,8 +345,15 @@ def read_fingerprints(path: Path) -> dict[str, dict[str, str]]:
     """The content of a file of fingerprints, empty when there is none. PatchError: it is damaged."""
     if not path.exists():
         return {}
-    content: dict[str, dict[str, str]] = read_record(path)
-    return content
+    content: Any = read_record(path)
+    entries = content.values() if isinstance(content, dict) else [None]
+    if not all(isinstance(entry, dict) and {"digest", "lines"} <= entry.keys() for entry in entries):
+        raise PatchError(
+            f"{path} holds no fingerprints; expected a digest and lines for each target. Write it anew with "
+            "'mt-megatron patches record'"
+        )
+    found: dict[str, dict[str, str]] = content
+    return found
 
 
 def describe_drift(

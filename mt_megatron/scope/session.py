@@ -332,7 +332,8 @@ class Session:
         plans = [plan for plan in self._plans if plan.request.due(iteration, self._options.interval)]
         if not sampled and not plans:
             return
-        parts = Parts(self._device, not_finite=self._not_finite)
+        # What is perturbed beside the run says nothing about the run's next step.
+        parts = Parts(self._device, not_finite=None if self._mark else self._not_finite)
         step = SampledStep(iteration=iteration, sampled=sampled, parts=parts, tensors=Tensors())
         try:
             if sampled and self._defaults is not None:

@@ -29,13 +29,20 @@ def results(backend: str, devices: int, environment: Mapping[str, str]) -> list[
         command = [sys.executable, "-W", "ignore", "-m", "pytest", "-q", "-pno:cacheprovider", _TEST]
         command += ["-k", chosen, f"--junitxml={report}", f"--basetemp={folder}/tests"]
         variables = {**os.environ, **environment, "MT_MEGATRON_TEST_BACKEND": backend}
-        ran = subprocess.run(
-            command, capture_output=True, text=True, timeout=900, cwd=ROOT, env=variables, check=False
-        )
-        if not report.exists():
-            reason = (ran.stdout + ran.stderr)[-4000:]
-            return [Result(section="watching", name="the tests", outcome="failed", reason=reason)]
-        found = [_of(case) for case in ElementTree.parse(report).getroot().iter("testcase")]
+        seconds = 60 * len(fits)
+        try:
+            ran = subprocess.run(
+                command, capture_output=True, text=True, timeout=seconds, cwd=ROOT, env=variables, check=False
+            )
+            said = ran.stdout + ran.stderr
+        except subprocess.TimeoutExpired as error:
+            said = f"not over after {seconds} s: {error.stdout!r}"
+        cases = ElementTree.parse(report).getroot().iter("testcase") if report.exists() else ()
+        found = [_of(case) for case in cases]
+    for name in fits:
+        if not any(result.name.endswith(f"[{name}]") for result in found):
+            reason = f"no result; the tests said: {said[-3000:]}"
+            found.append(Result(section="watching", name=name, outcome="failed", reason=reason))
     found += [
         Result(
             section="watching",

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from mt_megatron.errors import PatchError
+from mt_megatron.patching.digest import read_fingerprints
 from mt_megatron.patching.records import read_record, write_record
 
 CONTENT = {"module:name": {"digest": "0" * 64, "lines": "defb2e7b 72743abf"}, "ß": [1, None]}
@@ -89,3 +90,10 @@ def test_an_error_says_what_was_found_and_what_to_do(
     expected = "expected JSON that is compressed with gzip." if name.endswith(".gz") else "expected JSON."
     for part in (found, expected, "Reinstall mt_megatron, or run 'mt-megatron patches record'"):
         assert part in str(caught.value)
+
+
+@pytest.mark.parametrize("content", [[], {"a": []}, {"a": {"digest": "x"}}])
+def test_fingerprints_of_another_shape_are_refused(tmp_path: Path, content: object) -> None:
+    write_record(tmp_path / "some.json.gz", content)
+    with pytest.raises(PatchError, match="expected a digest and lines for each target"):
+        read_fingerprints(tmp_path / "some.json.gz")

@@ -38,8 +38,9 @@ class Rows:
     heads: slice = field(default_factory=lambda: slice(None))
     """Of this rank's query heads."""
 
-    forbidden: dict[Any, Tensor] = field(default_factory=dict, compare=False, repr=False)
-    """What ``masked`` has found of calls of one form: one object serves many calls."""
+    forbidden: dict[Any, Tensor] | None = field(default=None, compare=False, repr=False)
+    """What ``masked`` has found of calls of one form, where one object serves many calls: rows that are asked
+    for once would keep masks of all tokens by all tokens."""
 
 
 def watch_rows(
@@ -111,13 +112,14 @@ def masked(inputs: AttentionInputs, rows: Rows, logits: Tensor, key_places: Tens
     0, 1, 2 ...)."""
     device = logits.device
     form = (inputs.query.size(0), logits.size(-1), inputs.mask_kind, inputs.window, device)
-    forbidden = rows.forbidden.get(form) if key_places is None else None
+    kept = rows.forbidden if key_places is None and inputs.cu_seqlens is None else None
+    forbidden = None if kept is None else kept.get(form)
     local = rows.places.to(device)
-    if forbidden is None or inputs.cu_seqlens is not None:
+    if forbidden is None:
         ordered = torch.arange(logits.size(-1), device=device) if key_places is None else key_places
         places, forbidden = _forbidden(inputs, local, ordered)
-        if key_places is None:
-            rows.forbidden[form] = forbidden
+        if kept is not None:
+            kept[form] = forbidden
     found = logits.masked_fill(forbidden, -torch.inf)
     batch = inputs.query.size(1) if inputs.query.dim() == 4 else 1
     if inputs.cu_seqlens is not None:

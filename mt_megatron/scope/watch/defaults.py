@@ -77,9 +77,12 @@ class Defaults:
     def open(self, parts: Parts) -> list[Watch]:
         """Taps that add to ``parts`` until they are closed."""
         told, opened = self._told, list[Watch]()
-        look: _Layer | None = None
+        looks: dict[str, _Layer] = {}
         for path, layer in self._layers:
-            look = _Layer(path, parts, self._place, look)
+            # Of layers that follow each other the one's output is the other's input, in one call of a chunk.
+            stack, _, number = path.rpartition(".")
+            before = looks.get(f"{stack}.{int(number) - 1}") if stack == "decoder.layers" else None
+            look = looks[path] = _Layer(path, parts, self._place, before)
             opened.append(taps.watch(layer, before=look.before, after=look.after, told=told))
         for path, module in self._modules:
             after = partial(_activation, parts, self._place, path)
@@ -97,7 +100,7 @@ class Defaults:
         query = inputs.query
         form = (query.size(0), query.device, inputs.context_rank, inputs.context_size)
         if form not in self._chosen:
-            self._chosen[form] = [Rows(places=self._places_of(inputs))]
+            self._chosen[form] = [Rows(places=self._places_of(inputs), forbidden={})]
         return self._chosen[form]
 
     def _places_of(self, inputs: AttentionInputs) -> Tensor:
@@ -128,8 +131,8 @@ class _Layer:
         self._parts = parts
         self._place = place
         self._input: Tensor | None = None
-        self._output: tuple[_Memory, Tensor] | None = None
-        """The norm of the output, and where that lies, until the next layer has begun."""
+        self._output: tuple[Any, Tensor] | None = None
+        """The norm of the output, with its call and where it lies, until the next layer has begun."""
 
     def before(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         hidden: Tensor = args[0] if args else kwargs["hidden_states"]
@@ -138,7 +141,7 @@ class _Layer:
             known, self._output = None if self._before is None else self._before._output, None
             if self._before is not None:
                 self._before._output = None
-            if known is not None and known[0] == _memory(hidden):
+            if known is not None and known[0] == _same(call, hidden):
                 self._input = known[1]
             else:
                 self._input = scalars.norm(self._place.own_rows(hidden, self._place.tokens_spread))
@@ -156,7 +159,8 @@ class _Layer:
         path, parts = self._path, self._parts
         if parts.defers:
             own = scalars.norm(values)
-            self._output = _memory(whole), own
+            if call.microbatch >= 0:
+                self._output = _same(call, whole), own
             channels = scalars.largest_of_channels(values)
             _of_scalars(parts, path, values, own, channels.amax())
             parts.later(path, "residual_growth", [own, before], scalars.squares)
@@ -197,12 +201,11 @@ def _of_scalars(parts: Parts, path: str, values: Tensor, norm: Tensor, largest: 
         parts.later(path, "not_finite", [largest], scalars.at_least)
 
 
-_Memory = tuple[int, int, torch.Size, torch.dtype]
-
-
-def _memory(values: Tensor) -> _Memory:
-    """Where ``values`` lie, and how often they were written to."""
-    return values.data_ptr(), values._version, values.shape, values.dtype
+def _same(call: Call, values: Tensor) -> Any:
+    """What tells that ``values`` are those of another layer of the same call: where they lie, and how often
+    they were written to. Between calls a new tensor may lie where an old one was."""
+    where = (values.data_ptr(), values._version, values.shape, values.dtype)
+    return call.chunk, call.microbatch, call.ordinal, where
 
 
 def _largest(maxima: Tensor, squares: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ class Parts:
 
     def __init__(self, device: torch.device, *, not_finite: threading.Event | None = None) -> None:
         """``not_finite`` is set, in the thread that makes a frame's values, where an element was not finite,
-        and cleared where all were."""
+        and cleared where all were; frames that have no such statistic leave it."""
         self._dtype = wide_float(device)
         self._entries: dict[tuple[str, str], _Entry] = {}
         self._not_finite = not_finite or threading.Event()
@@ -75,7 +75,7 @@ class Parts:
         reduce: Literal["sum", "max"] = "sum",
     ) -> None:
         """Keep ``scalars``, tensors [] in float32, until the host has them and makes sums of them and of the
-        numbers ``known``. Of one ``combine`` every call has as many."""
+        numbers ``known``."""
         entry = self._entries.setdefault((path, statistic), _Later(reduce))
         entry.keep(scalars, combine, known)  # type: ignore[attr-defined]
 
@@ -129,7 +129,7 @@ class Parts:
             counted = [part for name, part in zip(names, parts, strict=True) if name == "not_finite"]
             if any(part.any() for part in counted):
                 self._not_finite.set()
-            else:
+            elif counted:
                 self._not_finite.clear()
             return np.concatenate(parts) if parts else np.zeros(0)
 
@@ -202,20 +202,22 @@ class _Largest:
         return copy
 
 
+_Kind = tuple[Combine, int]
+"""How scalars of a call are combined, and how many they are."""
+
+
 class _Later:
     """Scalars of many calls. They are put together per ``combine``, not per call: a frame has thousands."""
 
     def __init__(self, reduce: Literal["sum", "max"]) -> None:
         self._reduce = reduce
-        self._tensors: dict[Combine, list[Tensor]] = {}
-        self._counts: dict[Combine, tuple[int, int]] = {}
-        self._known: dict[Combine, list[Sequence[float]]] = {}
+        self._tensors: dict[_Kind, list[Tensor]] = {}
+        self._known: dict[_Kind, list[Sequence[float]]] = {}
 
     def keep(self, scalars: Sequence[Tensor], combine: Combine, known: Sequence[float]) -> None:
-        self._tensors.setdefault(combine, []).extend(scalars)
-        calls, _ = self._counts.get(combine, (0, 0))
-        self._counts[combine] = calls + 1, len(scalars)
-        self._known.setdefault(combine, []).append(known)
+        kind = combine, len(scalars)
+        self._tensors.setdefault(kind, []).extend(scalars)
+        self._known.setdefault(kind, []).append(known)
 
     @property
     def scalars(self) -> list[Tensor]:
@@ -230,10 +232,10 @@ class _Later:
     def values(self, copy: Values) -> Values:
         parts, at = [], 0
         with np.errstate(all="ignore"):
-            for combine, (calls, width) in self._counts.items():
-                rows = copy[at : at + calls * width].reshape(calls, width)
-                at += calls * width
-                parts.append(combine(rows, np.asarray(self._known[combine], np.float64)))
+            for (combine, width), known in self._known.items():
+                rows = copy[at : at + len(known) * width].reshape(len(known), width)
+                at += rows.size
+                parts.append(combine(rows, np.asarray(known, np.float64)))
         # NaN stays NaN in both.
         return np.asarray(np.sum(parts, axis=0) if self._reduce == "sum" else np.max(parts, axis=0))
 

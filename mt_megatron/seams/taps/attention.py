@@ -147,6 +147,7 @@ _NAMES = ("query", "key", "value", "attention_mask", "attn_mask_type", "packed_s
 def _inputs(core: Any, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AttentionInputs:
     given = dict(zip(_NAMES, args, strict=False)) | kwargs
     query, mask = given["query"], given.get("attention_mask")
+    window = getattr(core.config, "window_size", None)
     packed, kind = given.get("packed_seq_params"), given.get("attn_mask_type") or core.attn_mask_type
     borders = getattr(packed, "cu_seqlens_q", None)
     if mask is not None and mask.dim() == 1 and not mask.is_floating_point() and mask.element_size() > 1:
@@ -164,7 +165,7 @@ def _inputs(core: Any, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
         mask_kind=kind.name,
         mask=mask,
         cu_seqlens=None if borders is None else borders.detach(),
-        window=getattr(config, "window_size", None),
+        window=None if window is None else (int(window[0]), int(window[1])),
         heads=range(_tensor_rank() * heads, (_tensor_rank() + 1) * heads),
         context_rank=_context_rank() if size > 1 else 0,
         context_size=size,

@@ -135,6 +135,45 @@ def test_what_is_not_finite_is_told_at_once_and_counted_next(deferred: None, bad
     assert values_of(parts)[path, "not_finite"].tolist() == [0, 0] and not told.is_set()
 
 
+def test_frames_without_the_statistic_say_nothing_about_it(deferred: None) -> None:
+    told = threading.Event()
+    told.set()
+    parts = Parts(CPU, not_finite=told)
+    parts.add("a", "histogram", torch.ones(3))
+    values_of(parts)
+    assert told.is_set()
+
+
+def test_another_call_at_the_same_place_is_no_known_input(deferred: None) -> None:
+    """As where memory is used again: of another micro-batch, another chunk, or a call that nobody numbers."""
+    for call, other in (
+        (CALL, CALL._replace(microbatch=1)),
+        (CALL, CALL._replace(chunk=1)),
+        (CALL._replace(microbatch=-1), CALL._replace(microbatch=-1)),
+    ):
+        parts = Parts(CPU)
+        first = _Layer("decoder.layers.0", parts, PLACE, None)
+        second = _Layer("decoder.layers.1", parts, PLACE, first)
+        hidden = random(1)
+        first.before(call, (hidden,), {})
+        first.after(call, hidden)
+        # Without a new version, as a transport writes.
+        np.asarray(hidden.numpy())[:] *= 3.0
+        second.before(other, (hidden,), {})
+        second.after(other, hidden)
+        after, before = values_of(parts)["decoder.layers.1", "residual_growth"]
+        assert before == pytest.approx(after)
+
+
+def test_calls_of_different_width_are_added_up(deferred: None) -> None:
+    one, two = torch.tensor(1.0), torch.tensor(2.0)
+    parts = Parts(CPU)
+    parts.later("a", "update_ratio", [one, one, one, two], scalars.update, (0.0, 1.0))
+    parts.later("a", "update_ratio", [one, one, one], scalars.update, (0.0, 2.0))
+    parts.later("a", "update_ratio", [one, one, one], scalars.update, (0.0, 2.0))
+    assert values_of(parts)["a", "update_ratio"].tolist() == [12.0, 27.0]
+
+
 def test_a_scalar_of_several_entries_is_copied_once(deferred: None) -> None:
     parts, one = Parts(CPU), torch.tensor(3.0)
     parts.later("a", "weight_norm", [one], scalars.squares)
