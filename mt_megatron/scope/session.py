@@ -119,8 +119,7 @@ class Session:
         self._step: SampledStep | None = None
         self._mark: str | None = None
         self._is_loss_summed = False
-        self._not_finite = threading.Event()
-        """Set while elements of sampled steps are not finite."""
+        self._not_finite = threading.Event()  # set while elements of sampled steps are not finite
         self._began = 0.0
 
     # Begin and end.
@@ -332,7 +331,7 @@ class Session:
         plans = [plan for plan in self._plans if plan.request.due(iteration, self._options.interval)]
         if not sampled and not plans:
             return
-        # What is perturbed beside the run says nothing about the run's next step.
+        # A step beside the run says nothing about its next one.
         parts = Parts(self._device, not_finite=None if self._mark else self._not_finite)
         step = SampledStep(iteration=iteration, sampled=sampled, parts=parts, tensors=Tensors())
         try:
