@@ -242,7 +242,8 @@ def config_json(
             "fmt": "e4m3",
             "quant_method": "fp8",
             "weight_block_size": list(fp8_block),
-            # Linears of FP8 models that are not in FP8 here.
+            # Modules of FP8 models that are not in FP8 here. A list replaces the reader's own, which has the
+            # output layer, so it is named too.
             **({"modules_to_not_convert": [*in_bf16, "lm_head"]} if in_bf16 else {}),
         }
     return dict(sorted(kept.items()))

@@ -20,6 +20,7 @@ from mt_megatron.convert.tensors.sources import Rows, Source
 
 _FP8 = torch.float8_e4m3fn
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
+_EXPERT = re.compile(r"(.+\.experts)\.\d+\.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,14 +110,19 @@ class SafetensorsWriter:
         return _Entry(name=name, tensors=tuple(tensors), size=size)
 
     def modules_in_bf16(self) -> list[str]:
-        """The linears that the recipe leaves as they are, though such files may hold them in FP8."""
-        return [
-            source.removesuffix(".weight")
-            for row in self._rows.values()
-            if row.block_scaled
-            for source in row.sources
-            if self._fp8 and self._stays(source)
-        ]
+        """Modules of FP8 files that are not in FP8, by the names that readers have for them: routers, and
+        what the recipe leaves as it is."""
+        if not self._fp8:
+            return []
+        found = []
+        for name, row in self._rows.items():
+            if name.endswith(".router.weight"):
+                # Some readers have a plain linear there and would look for its scale.
+                found.append(row.sources[0].removesuffix(".weight"))
+            elif row.block_scaled:
+                for source in filter(self._stays, row.sources):
+                    found += [source.removesuffix(".weight"), *_modules_around(source)]
+        return list(dict.fromkeys(found))
 
     def _stays(self, published: str) -> bool:
         """True for a tensor that stays as it is under the recipe."""
@@ -145,3 +151,16 @@ class SafetensorsWriter:
     def _name(self, index: int) -> str:
         count = len(self._files)
         return SINGLE if count == 1 else f"model-{index + 1:05d}-of-{count:05d}.safetensors"
+
+
+def _modules_around(published: str) -> list[str]:
+    """The module of all experts of the layer that ``published`` is in, if it is of an expert.
+
+    transformers 5 has no modules for single experts: their names match nothing there, and it would look for
+    the scales of a module that is not listed itself.
+    """
+    expert = _EXPERT.match(published)
+    if expert is None:
+        return []
+    # transformers 5 gives Mixtral's module the name that all others have.
+    return [expert[1], expert[1].replace(".block_sparse_moe.", ".mlp.")]
