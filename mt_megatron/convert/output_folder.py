@@ -25,7 +25,7 @@ from typing import Any
 from mt_megatron.checkpoint.file_locks import FileLock
 from mt_megatron.checkpoint.files import checksum, sync_folder
 from mt_megatron.convert.checksums import combined
-from mt_megatron.convert.folders import RECORD, record_text
+from mt_megatron.convert.folders import RECORD, finished, record_text
 from mt_megatron.errors import CheckpointError
 
 JOURNAL = "journal"
@@ -68,7 +68,10 @@ class OutputFolder:
         self.final = final
         self.folder = final.with_name(f".{final.name}.converting")
         self.entries: dict[str, dict[str, Any]] = {}
-        """Size and CRC-32 of each complete file by name."""
+        """Size and CRC-32 of each complete file by name; of a whole result that was left, sizes alone."""
+
+        self.is_whole = False
+        """Whether it was left with all that belongs in it: only its name is missing."""
 
         self._contents = contents
         self._left: dict[str, dict[str, Any]] = {}
@@ -117,17 +120,22 @@ class OutputFolder:
 
     def drop_journal(self) -> None:
         """All is written: what only serves to take it up again goes."""
-        (self.folder / JOURNAL).unlink()
+        (self.folder / JOURNAL).unlink(missing_ok=True)
         sync_folder(self.folder)
 
     def publish(self) -> None:
         """Give the folder its name. Raises ``CheckpointError`` when something is there by now."""
-        self.write_text(RECORD, record_text(self._contents, self.entries))
-        del self.entries[RECORD]  # About the result, not part of it.
+        if not self.is_whole:
+            self.write_text(RECORD, record_text(self._contents, self.entries))
+            del self.entries[RECORD]  # About the result, not part of it.
+        # While the journal is there: without it the result would not be taken up again.
+        if self.final.exists() and any(self.final.iterdir()):
+            raise CheckpointError(
+                f"{self.final} is no longer empty; the result stays in {self.folder}. Empty {self.final} and "
+                "start the same command again"
+            )
         self.drop_journal()
         if self.final.exists():
-            if any(self.final.iterdir()):
-                raise CheckpointError(f"{self.final} is no longer empty; the result stays in {self.folder}")
             self.final.rmdir()
         self.folder.rename(self.final)
         sync_folder(self.final.parent)
@@ -160,6 +168,13 @@ class OutputFolder:
 
     def _take_up(self, contents: str, say: Callable[[str], None]) -> None:
         journal = self.folder / JOURNAL
+        whole = None if journal.exists() else finished(self.folder, contents)
+        if whole is not None:
+            # A kill between the journal's end and the new name, when all files are on the disk.
+            self.is_whole = True
+            self.entries = {name: {"bytes": size} for name, size in whole.items()}
+            say(f"{self.folder} holds the whole result and gets its name")
+            return
         lines = []
         if journal.exists():
             for line in journal.read_text(encoding="utf-8", errors="replace").splitlines():

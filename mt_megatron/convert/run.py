@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import time
 import zipfile
@@ -111,21 +112,8 @@ def _convert(request: Request, progress: Progress, started: float) -> Outcome:
             _name_newest(request, given)
         return Outcome(folder=folder, tensors=len(model.rows), bytes=sum(there.values()), seconds=0.0)
     with OutputFolder(folder, contents, progress.say) as output:
-        if request.form == "huggingface":
-            if not has_tokenizer(side_files_of(request, given)):
-                progress.say(
-                    "the result has no tokenizer, since the source carries none: --hf-files names a folder "
-                    "that has one"
-                )
-            tasks = published_files(request, given, model, source)
-        elif request.form == "torch_dist":
-            tasks = distributed_files(request, given, config, model, source, carried)
-        else:
-            tasks = files_by_rank(given, config, model, source, output.folder, carried)
-        progress.expect(sum(task.size for task in tasks))
-        output.write(tasks, request.workers, progress.advance)
-        if request.form == "torch_dist":
-            write_our_manifest(output, given, config, model, carried)
+        if not output.is_whole:
+            _write(request, given, config, model, source, carried, output, progress)
         output.publish()
     _name_newest(request, given)
     return Outcome(
@@ -134,6 +122,33 @@ def _convert(request: Request, progress: Progress, started: float) -> Outcome:
         bytes=sum(entry["bytes"] for entry in output.entries.values()),
         seconds=time.monotonic() - started,
     )
+
+
+def _write(
+    request: Request,
+    given: Input,
+    config: TrainingConfig,
+    model: Model,
+    source: Source,
+    carried: Carried | None,
+    output: OutputFolder,
+    progress: Progress,
+) -> None:
+    if request.form == "huggingface":
+        if not has_tokenizer(side_files_of(request, given)):
+            progress.say(
+                "the result has no tokenizer, since the source carries none: --hf-files names a folder "
+                "that has one"
+            )
+        tasks = published_files(request, given, model, source)
+    elif request.form == "torch_dist":
+        tasks = distributed_files(request, given, config, model, source, carried)
+    else:
+        tasks = files_by_rank(given, config, model, source, output.folder, carried)
+    progress.expect(sum(task.size for task in tasks))
+    output.write(tasks, request.workers, progress.advance)
+    if request.form == "torch_dist":
+        write_our_manifest(output, given, config, model, carried)
 
 
 def configuration_file(source: Path, *, prediction: bool = True) -> str:
@@ -234,8 +249,13 @@ def _contents(request: Request, given: Input, config: TrainingConfig) -> str:
         for field in dataclasses.fields(request)
         if field.name not in ("workers", "verify")
     }
+    # They may lie outside of the source: an edit of them changes no size or time above.
+    beside = {} if request.form == "torch" else side_files_of(request, given)
+    digests = {name: hashlib.sha256(content).hexdigest() for name, content in beside.items()}
+    end = None if given.end is None else given.end.to_dict()
     return json.dumps(
-        [mt_megatron.__version__, torch.__version__, stats, options, config.to_dict()], sort_keys=True
+        [mt_megatron.__version__, torch.__version__, stats, options, config.to_dict(), digests, end],
+        sort_keys=True,
     )
 
 

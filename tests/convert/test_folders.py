@@ -59,6 +59,41 @@ def test_the_same_command_again_finds_its_result(mixtral: Path, tmp_path: Path) 
             converted(mixtral, out, form)
 
 
+def test_changed_side_files_are_another_conversion(mixtral: Path, tmp_path: Path) -> None:
+    """By their contents: the same folder at another time is the same."""
+    beside = tmp_path / "beside"
+    beside.mkdir()
+    settings = beside / "generation_config.json"
+    settings.write_text('{"temperature": 0.5}')
+    converted(mixtral, tmp_path / "out", "huggingface", side_files=beside)
+    settings.write_text('{"temperature": 0.5}')
+    converted(mixtral, tmp_path / "out", "huggingface", side_files=beside)
+    settings.write_text('{"temperature": 0.7}')
+    with pytest.raises(ConfigError, match="holds another conversion"):
+        converted(mixtral, tmp_path / "out", "huggingface", side_files=beside)
+
+
+def test_a_changed_tokenizer_of_the_run_is_another_conversion(mixtral: Path, tmp_path: Path) -> None:
+    tokenizer = tmp_path / "tokenizer.json"
+    tokenizer.write_text("{}")
+    run = converted(mixtral, tmp_path / "run", "torch_dist").folder
+    shutil.rmtree(run / "huggingface")
+    document = read_manifest(run)
+    document["config"]["data"]["tokenizer_model"] = str(tokenizer)
+    for name in [each for each in document["files"] if each.startswith("huggingface/")]:
+        del document["files"][name]
+    write_manifest(run, document)
+    for form in ("huggingface", "torch_dist", "torch"):
+        tokenizer.write_text("{}")
+        converted(run, tmp_path / form, form)
+        tokenizer.write_text('{"a": 1}')
+        if form == "torch":
+            converted(run, tmp_path / form, form)  # Rank files have no place for a tokenizer.
+            continue
+        with pytest.raises(ConfigError, match="holds another conversion"):
+            converted(run, tmp_path / form, form)
+
+
 @pytest.mark.parametrize("form", ["torch_dist", "torch"])
 def test_a_run_that_went_on_in_the_result_keeps_its_newest(mixtral: Path, tmp_path: Path, form: str) -> None:
     made = converted(mixtral, tmp_path / "out", form)

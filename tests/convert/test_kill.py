@@ -14,7 +14,7 @@ import pytest
 from mt_megatron.checkpoint import file_locks
 from mt_megatron.checkpoint.file_locks import FileLock
 from mt_megatron.convert.folders import RECORD
-from mt_megatron.convert.output_folder import SCRATCH, OutputFolder
+from mt_megatron.convert.output_folder import JOURNAL, SCRATCH, OutputFolder
 from mt_megatron.errors import CheckpointError
 from tests.convert import published
 from tests.convert.published import differing, read
@@ -78,6 +78,47 @@ def test_scratch_of_a_kill_is_not_published(tmp_path: Path) -> None:
         output.write_text("file", "x")
         output.publish()
     assert sorted(each.name for each in (tmp_path / "out").iterdir()) == [RECORD, "file"]
+
+
+@pytest.mark.parametrize("form", ["huggingface", "torch_dist"])
+def test_a_whole_result_that_a_kill_left_gets_its_name(
+    source: Path, tmp_path: Path, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kill when the journal is gone and the name is not there yet."""
+
+    def killed_here(self: Path, target: Path) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(Path, "rename", killed_here)
+        converted(source, tmp_path / "out", form)
+    [left] = tmp_path.rglob(".*.converting")
+    assert (left / RECORD).is_file() and not (left / JOURNAL).exists()
+    times = {each.name: each.stat().st_mtime_ns for each in left.iterdir()}
+    with pytest.raises(CheckpointError, match="remove it"):
+        converted(source, tmp_path / "out", form, dtype="fp32")  # Other work.
+    progress = Quiet()
+    made = converted(source, tmp_path / "out", form, progress=progress)
+    assert any("holds the whole result" in line for line in progress.lines)
+    assert {each.name: each.stat().st_mtime_ns for each in made.folder.iterdir()} == times
+    assert made.bytes == converted(source, tmp_path / "out", form).bytes
+    assert not list(tmp_path.rglob(".*.converting*"))
+
+
+def test_a_place_that_was_taken_meanwhile_costs_nothing(tmp_path: Path) -> None:
+    final = tmp_path / "out"
+    with OutputFolder(final, "work", print) as output:
+        output.write_text("file", "x")
+        (final / "theirs").mkdir(parents=True)
+        with pytest.raises(CheckpointError, match="no longer empty"):
+            output.publish()
+    (final / "theirs").rmdir()
+    with OutputFolder(final, "work", print) as output:
+        written = (output.folder / "file").stat().st_mtime_ns
+        output.write_text("file", "x")
+        output.publish()
+    assert sorted(each.name for each in final.iterdir()) == [RECORD, "file"]
+    assert (final / "file").stat().st_mtime_ns == written
 
 
 def test_other_work_is_not_taken_up(source: Path, tmp_path: Path) -> None:
