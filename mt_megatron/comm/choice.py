@@ -21,6 +21,7 @@ import torch.distributed as dist
 from mt_megatron.backends.current import current_backend
 from mt_megatron.comm import kinds
 from mt_megatron.comm.bootstrap import Place, own_place
+from mt_megatron.comm.collective import library_of
 from mt_megatron.comm.errors import PeerLost, TransferTimeout, TransportUnavailable
 from mt_megatron.comm.kinds import Setting
 from mt_megatron.comm.per_edge import PerEdgeTransport
@@ -347,7 +348,7 @@ def _this_rank(text: str, groups: Sequence[Any], device: torch.device) -> Rank:
         loops=parallel_state.get_virtual_pipeline_model_parallel_world_size() is not None
         and not stage_order.is_v(),
         device=device.type,
-        library=dist.get_backend(groups[0]),
+        library=library_of(groups[0], device),
         unusable={name: why for name, why in unusable.items() if why is not None},
         has_ring_helper=not isinstance(native.load(), str),
         wish=text,

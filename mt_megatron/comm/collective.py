@@ -44,7 +44,7 @@ class CollectiveTransport:
         self._group_to = {
             peer: each for each in reversed(groups) for peer in dist.get_process_group_ranks(each)
         }
-        self._tagged = dist.get_backend(group) == "gloo" if tagged is None else tagged
+        self._tagged = library_of(group, device) == "gloo" if tagged is None else tagged
         self._groups: dict[Edge, Any] = {}
         self._sent: dict[Edge, int] = {}
         self._received: dict[Edge, int] = {}
@@ -303,6 +303,14 @@ def _shape_message(tensor: Tensor, device: torch.device) -> Tensor:
         )
     sizes = [tensor.dim(), *tensor.shape, *[0] * (_MOST_DIMS - tensor.dim())]
     return torch.tensor(sizes, dtype=torch.int64, device=device)
+
+
+def library_of(group: Any, device: torch.device) -> str:
+    """The library that carries tensors of ``device`` in ``group``. A group that was made with
+    ``cpu:gloo,cuda:nccl``, or one of the two, says just that."""
+    named = str(dist.get_backend(group))
+    by_device = dict(each.split(":", 1) for each in named.split(",") if ":" in each)
+    return by_device.get(device.type, named)
 
 
 def _timeout(group: Any, device: torch.device) -> Any:

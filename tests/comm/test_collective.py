@@ -169,3 +169,20 @@ def test_a_message_that_one_thread_waits_for_may_be_tested_by_another() -> None:
     sending = collective._Sending([(Work(), torch.zeros(1)), (Work(), torch.zeros(1))])
     sending.wait()
     assert sending.test()
+
+
+@pytest.mark.parametrize(
+    ("named", "device", "library"),
+    [
+        ("gloo", "cpu", "gloo"),
+        ("nccl", "cuda", "nccl"),
+        ("cpu:gloo", "cpu", "gloo"),
+        ("cpu:gloo,cuda:nccl", "cpu", "gloo"),
+        ("cpu:gloo,cuda:nccl", "cuda", "nccl"),
+    ],
+)
+def test_the_library_is_that_of_the_device(
+    monkeypatch: pytest.MonkeyPatch, named: str, device: str, library: str
+) -> None:
+    monkeypatch.setattr(collective.dist, "get_backend", lambda group: named)
+    assert collective.library_of(None, torch.device(device)) == library

@@ -157,6 +157,11 @@ def forward_backward(
     """
 
     def left_to_upstream() -> list[Any]:
+        if stage_order.is_v():
+            raise ConfigError(
+                "found stages laid out as a V and a step left to Megatron-Core's own schedules, which do not "
+                "know it; expected a schedule over the V. Take zbv or dualpipev for all steps"
+            )
         return upstream(
             forward_step_func=forward_step_func,
             data_iterator=data_iterator,
@@ -173,11 +178,6 @@ def forward_backward(
     _require_open()
     schedule = _chosen(num_microbatches, forward_only)
     if schedule is None:
-        if stage_order.is_v():
-            raise ConfigError(
-                "found stages laid out as a V and a step left to Megatron-Core's own schedules, which do not "
-                "know it; expected a schedule over the V. Take zbv or dualpipev for all steps"
-            )
         return left_to_upstream()
     call = StepCall(
         forward_step_func=forward_step_func,

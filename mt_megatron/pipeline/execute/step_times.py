@@ -106,8 +106,9 @@ class StepTimes:
             computed={action: at(end) - at(begin) for action, begin, end in self._computed},
             sent={action: at(mark) for action, mark in self._sent},
             arrived={action: at(end) for action, begin, end in self._waits if at(end) - at(begin) >= WAITED},
-            # The largest: packed micro-batches differ.
-            kept={stage: max(held) for stage, held in self._held.items()},
+            # The largest: packed micro-batches differ. 0 is not known: a forward step may free more than it
+            # allocates.
+            kept={stage: max(0, *held) for stage, held in self._held.items()},
             memory=None if self._device is None else self._device.max_memory_allocated(),
             capacity=None if self._device is None else self._device.total_memory(),
         )

@@ -270,6 +270,8 @@ class Controller:
         # A cap in activations belongs to the number of micro-batches that it was counted for.
         if not self._cap_is_given and other._cap_is_measured:
             self.cap, self._activation, self._static = other.cap, other._activation, other._static
+            # The device's peak is that of the process: it holds the other schedules' activations.
+            self._expected = list(other._expected)
             self._cap_is_measured = True
 
     # -- what goes out

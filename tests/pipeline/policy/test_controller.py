@@ -264,6 +264,12 @@ def test_a_ramp_of_the_batch_size_leaves_each_number_of_micro_batches_its_cap() 
     more = controller(Placement(4), 32, None)
     more.learn_from(few)
     assert more.cap == few.cap == (MEMORY_SHARE * 8e10,) * 4
+    more.observe(replace(seen, step=2, **memory))
+    fewer = controller(Placement(4), 1, None)
+    fewer.learn_from(more)
+    fewer.observe(replace(seen, step=3, **memory))
+    # The device's peak is that of the larger schedule, whose activations are not static.
+    assert fewer._static == more._static
 
 
 def test_smoothing_follows_a_step_at_once_and_noise_slowly() -> None:
