@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import os
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -12,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.device.result import Result
+
+ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 def new_path(folder: Path, backend: str, now: datetime.datetime) -> Path:
@@ -71,7 +74,15 @@ def as_text(backend: str, facts: dict[str, Any], results: Sequence[Result], now:
         "results": [asdict(result) for result in results],
     }
     lines += ["", "## The same as JSON", "", "```json", json.dumps(record, indent=1, default=str), "```", ""]
-    return "\n".join(lines)
+    return _without_folders("\n".join(lines))
+
+
+def _without_folders(text: str) -> str:
+    """``text`` with files named as they are found, without where this machine keeps them."""
+    folders = {str(ROOT), sys.prefix, sys.base_prefix, str(Path.home()), *map(os.path.abspath, sys.path)}
+    for folder in sorted(folders - {os.sep}, key=len, reverse=True):
+        text = text.replace(f"{folder}{os.sep}", "")
+    return text
 
 
 def _plain(value: Any) -> str:

@@ -99,3 +99,10 @@ def test_a_failure_reaches_the_report_with_its_traceback(tmp_path: Path) -> None
     assert "| bad | failed |" in text and "AssertionError: deviates by 0.5" in text
     record = json.loads(text.split("```json\n")[1].split("\n```")[0])
     assert "Traceback" in record["results"][1]["reason"]
+
+
+def test_a_report_names_no_folder_of_the_machine() -> None:
+    reason = f'File "{ROOT}/tests/a.py", File "{os.path.dirname(pytest.__file__)}/b.py", File "/c.py"'
+    failed = Result(section="device", name="one", outcome="failed", reason=reason)
+    text = report.as_text("cuda", {}, [failed], datetime.datetime.now(datetime.timezone.utc))
+    assert 'File "tests/a.py", File "pytest/b.py", File "/c.py"' in text
