@@ -71,7 +71,7 @@ class OutputFolder:
         """Size and CRC-32 of each complete file by name; of a whole result that was left, sizes alone."""
 
         self.is_whole = False
-        """Whether it was left with all that belongs in it: only its name is missing."""
+        """True where it was left with all that belongs in it: only its name is missing."""
 
         self._contents = contents
         self._left: dict[str, dict[str, Any]] = {}

@@ -39,7 +39,7 @@ class Rows:
     """Of this rank's query heads."""
 
     forbidden: dict[Any, Tensor] | None = field(default=None, compare=False, repr=False)
-    """What ``masked`` has found of calls of one form, where one object serves many calls: rows that are asked
+    """Results of ``masked`` for calls of one form, where one object serves many calls: rows that are asked
     for once would keep masks of all tokens by all tokens."""
 
 

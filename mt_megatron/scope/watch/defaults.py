@@ -202,8 +202,8 @@ def _of_scalars(parts: Parts, path: str, values: Tensor, norm: Tensor, largest: 
 
 
 def _same(call: Call, values: Tensor) -> Any:
-    """What tells that ``values`` are those of another layer of the same call: where they lie, and how often
-    they were written to. Between calls a new tensor may lie where an old one was."""
+    """Mark of ``values`` as those of another layer of the same call: where they lie, and how often they were
+    written to. Between calls a new tensor may lie where an old one was."""
     where = (values.data_ptr(), values._version, values.shape, values.dtype)
     return call.chunk, call.microbatch, call.ordinal, where
 

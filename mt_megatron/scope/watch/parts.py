@@ -23,7 +23,7 @@ Values = NDArray[np.float64]
 
 
 def defers(device: torch.device) -> bool:
-    """Whether results of few kernels are kept and put together by the host. On an accelerator a small step
+    """True where results of few kernels are kept and put together by the host. On an accelerator a small step
     takes as long as its kernels take to launch, and every operation on sums is one more; on a CPU the sums
     themselves are what takes time."""
     return device.type != "cpu"
@@ -39,10 +39,10 @@ class Parts:
         self._entries: dict[tuple[str, str], _Entry] = {}
         self._not_finite = not_finite or threading.Event()
         self.defers = defers(device)
-        """Whether callers should prefer ``later``."""
+        """True where callers should prefer ``later``."""
 
         self.counts = self._not_finite.is_set()
-        """Whether elements that are not finite are counted, though results are deferred: they were some in
+        """True where elements that are not finite are counted, though results are deferred: they were some in
         the sampled step before."""
 
     def add(self, path: str, statistic: str, sums: Sequence[Tensor | float] | Tensor) -> None:

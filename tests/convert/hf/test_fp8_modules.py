@@ -49,7 +49,7 @@ def exported(source: Path, folder: Path, recipe: str | None) -> tuple[dict[str, 
 
 
 def is_fp8(module: str, tensors: dict[str, Tensor]) -> bool:
-    """Whether the file holds FP8 weights for a module of transformers."""
+    """True where the file holds FP8 weights for a module of transformers."""
     for name in (module, module.replace(".mlp.", ".block_sparse_moe.")):
         if name + SCALE in tensors:
             return True

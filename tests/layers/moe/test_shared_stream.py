@@ -1,4 +1,4 @@
-"""What the overlapped shared expert does before it leaves the main stream."""
+"""Overlapped shared expert: what it does before it leaves the main stream."""
 
 from __future__ import annotations
 
