@@ -31,7 +31,7 @@ class Copier:
             arrays = _mapped([each.detach().numpy() for each in tensors])
             return lambda: arrays
         pinned = self._backend.pins_host_memory()
-        # Tensors of one dtype go in one copy: a step has hundreds of small tensors, and each copy takes its time.
+        # Tensors of one dtype go in one copy: a step has hundreds of small ones, and each copy takes time.
         kept, hosts = [], dict[torch.dtype, Tensor]()
         for dtype in dict.fromkeys(each.dtype for each in tensors):
             joined = torch.cat([each.detach().reshape(-1) for each in tensors if each.dtype is dtype])

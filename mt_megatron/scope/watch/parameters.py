@@ -406,8 +406,8 @@ def _rates(shares: Sequence[Share]) -> dict[int, Rate]:
 def pieces_of(
     share: Share, weights: Tensor, rate: Rate | None
 ) -> Iterator[tuple[list[Tensor], tuple[float, float]]]:
-    """Arguments of ``scalars.update`` for each piece of ``share``; nothing where the optimizer's state does not
-    tell an update. ``weights`` is the norm of the weights after it."""
+    """Arguments of ``scalars.update`` for each piece of ``share``; nothing where the optimizer's state does
+    not tell an update. ``weights`` is the norm of the weights after it."""
     rule, state = _rule(share), share.inner.state.get(share.held)
     if rule is None or not state:
         return
