@@ -202,9 +202,9 @@ def main() -> int:
     parser.add_argument("--layout", choices=("dp", "tp"), default="dp", help="how they share the work (dp)")
     parser.add_argument(
         "--shape",
-        choices=("small", "tiny", "large"),
+        choices=("small", "tiny", "large", "full"),
         default="small",
-        help="tiny: to try it; large: for a GPU (small)",
+        help="tiny: to try it; large, full: for a GPU that waits for launches, and that does not (small)",
     )
     parser.add_argument("--backend", default="cpu", help="cuda with --ranks 1 and --pin no (cpu)")
     parser.add_argument("--threads", type=int, help="of each process; the cores are shared out by default")

@@ -31,6 +31,19 @@ from throughput_sides import Case, Ours, token_ids  # noqa: E402
 if TYPE_CHECKING:
     from mt_megatron.scope.session import Session
 
+_LARGE = Case(
+    name="L8 h2048 V32000, bf16",
+    layers=8,
+    hidden=2048,
+    ffn=5504,
+    heads=16,
+    groups=16,
+    vocabulary=32000,
+    dtype=torch.bfloat16,
+    sequence=2048,
+    micro_batch=1,
+    micro_batches=4,
+)
 SHAPES = {
     "small": replace(BF16_SHAPE, dtype=torch.float32),
     "tiny": Case(
@@ -45,22 +58,12 @@ SHAPES = {
         sequence=64,
         micro_batch=2,
     ),
-    "large": Case(
-        name="L8 h2048 V32000, bf16",
-        layers=8,
-        hidden=2048,
-        ffn=5504,
-        heads=16,
-        groups=16,
-        vocabulary=32000,
-        dtype=torch.bfloat16,
-        sequence=2048,
-        micro_batch=1,
-        micro_batches=4,
-    ),
+    "large": _LARGE,
+    "full": replace(_LARGE, name=f"{_LARGE.name}, 8 sequences", micro_batch=8, micro_batches=2),
 }
 """Work of one data-parallel rank, in fp32: many processors have no bf16 arithmetic and take seconds a step.
-``tiny`` is there to try the script with, ``large`` for an accelerator."""
+``tiny`` is there to try the script with. ``large`` is for an accelerator, which mostly waits for launches;
+``full`` has micro-batches of 16,384 tokens, which keep it busy."""
 
 INTERVAL = 20
 _LIVE = 7

@@ -14,8 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from mt_megatron.parallel.context_parallel import positions
+from mt_megatron.scope.watch.parts import Parts
+from mt_megatron.scope.watch.scalars import ATTENTION
 from mt_megatron.seams import taps
 from mt_megatron.seams.taps import AttentionInputs, Watch
+
+MOST_WAITING = 2**22
+"""Logits that wait for those of other calls, float32."""
 
 Wanted = Callable[[AttentionInputs], "list[Rows]"]
 """Which rows of a call are asked for."""
@@ -23,6 +28,9 @@ Wanted = Callable[[AttentionInputs], "list[Rows]"]
 Found = Callable[[AttentionInputs, "Rows", Tensor], None]
 """Gets the logits [samples, heads, rows, keys] in float32: scaled, minus infinity where attending is
 forbidden, keys in the order of the whole sequence (of the packed one, for packed documents)."""
+
+
+_ALL = slice(None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +62,7 @@ def watch_rows(
                 key = inputs.key if inputs.key.dim() == 4 else inputs.key.unsqueeze(1)
                 found(inputs, rows, masked(inputs, rows, products(inputs, rows, key)))
 
-        return [taps.attention_inputs(module, whole, told=told)]
+        return [taps.attention_inputs(module, whole, live=True, told=told)]
     open_: list[_OverContext] = []
 
     def begin(inputs: AttentionInputs) -> None:
@@ -64,7 +72,10 @@ def watch_rows(
         if open_ and open_[0].add(source, keys):
             open_.pop().give(found)
 
-    return [taps.attention_inputs(module, begin, told=told), taps.key_shards(module, shard, told=told)]
+    return [
+        taps.attention_inputs(module, begin, live=True, told=told),
+        taps.key_shards(module, shard, told=told),
+    ]
 
 
 class _OverContext:
@@ -81,7 +92,8 @@ class _OverContext:
         size = self._inputs.context_size
         self._places.append(positions(source, size, keys.size(0), keys.device))
         for rows, logits in zip(self._wanted, self._logits, strict=True):
-            logits.append(products(self._inputs, rows, keys))
+            with torch.no_grad():
+                logits.append(products(self._inputs, rows, keys))
         return len(self._places) == size
 
     def give(self, found: Found) -> None:
@@ -96,15 +108,36 @@ def products(inputs: AttentionInputs, rows: Rows, key: Tensor) -> Tensor:
     """Scaled products of queries and ``key`` [n, b, groups, d], float32 [samples, heads, rows, n]."""
     query = inputs.query if inputs.query.dim() == 4 else inputs.query.unsqueeze(1)
     heads, groups = query.size(2), key.size(2)
-    first, last, _ = rows.heads.indices(heads)
-    asked = query[rows.places.to(query.device)][:, rows.samples, first:last].float()
     share = heads // groups
-    # Keys of the asked heads' groups alone, in the kernels' order: consecutive heads share a group.
-    low, high = first // share, -(-last // share)
-    keys = key[:, rows.samples, low:high, : asked.size(-1)].float()
-    if share > 1:
-        keys = keys.repeat_interleave(share, dim=2)[:, :, first - low * share : last - low * share]
-    return torch.einsum("rbhd,kbhd->bhrk", asked * inputs.scale, keys)
+    asked, keys = query.permute(1, 2, 0, 3), key.permute(1, 2, 3, 0)
+    begin, end, first, last = 0, heads, *rows.heads.indices(heads)[:2]
+    if (first, last) != (0, heads):
+        # Keys of the asked heads' groups alone, in the kernels' order: consecutive heads share a group.
+        low, high = first // share, -(-last // share)
+        begin, end = low * share, high * share
+        if high - low == 1:
+            begin, end, share = first, last, last - first
+        asked, keys = asked[:, begin:end], keys[:, low:high]
+    if rows.samples != _ALL:
+        asked, keys = asked[rows.samples], keys[rows.samples]
+    if keys.size(2) != asked.size(3):
+        keys = keys[:, :, : asked.size(3)]
+    asked = asked.index_select(2, _on(rows.places, query.device)).float()
+    batch, groups, size, count = keys.shape
+    # A group's heads are rows of one product, so that no keys are repeated.
+    found = torch.baddbmm(
+        asked.new_empty(1, 1, 1),
+        asked.reshape(batch * groups, -1, size),
+        keys.float().reshape(batch * groups, size, count),
+        beta=0.0,
+        alpha=inputs.scale,
+    )
+    found = found.view(batch, end - begin, -1, count)
+    return found if (first, last) == (begin, end) else found[:, first - begin : last - begin]
+
+
+def _on(values: Tensor, device: torch.device) -> Tensor:
+    return values if values.device == device else values.to(device)
 
 
 def masked(inputs: AttentionInputs, rows: Rows, logits: Tensor, key_places: Tensor | None = None) -> Tensor:
@@ -114,7 +147,7 @@ def masked(inputs: AttentionInputs, rows: Rows, logits: Tensor, key_places: Tens
     form = (inputs.query.size(0), logits.size(-1), inputs.mask_kind, inputs.window, device)
     kept = rows.forbidden if key_places is None and inputs.cu_seqlens is None else None
     forbidden = None if kept is None else kept.get(form)
-    local = rows.places.to(device)
+    local = _on(rows.places, device)
     if forbidden is None:
         ordered = torch.arange(logits.size(-1), device=device) if key_places is None else key_places
         places, forbidden = _forbidden(inputs, local, ordered)
@@ -181,12 +214,39 @@ def row_statistics(logits: Tensor) -> tuple[Tensor, Tensor, int]:
     return largest.amax(), entropies.masked_fill(largest == -torch.inf, 0.0).sum(), largest.numel()
 
 
-def row_scalars(logits: Tensor, *, all_attend: bool) -> tuple[Tensor, Tensor, int]:
-    """``row_statistics`` in fewer kernels where every row is known to attend to something."""
-    if not all_attend:
-        return row_statistics(logits)
-    entropies = torch.special.entr(torch.softmax(logits, dim=-1)).sum()
-    return logits.amax(), entropies, logits[..., 0].numel()
+class RowScalars:
+    """``row_statistics`` for ``Parts.later``. Logits of one form wait for each other: few kernels serve many
+    calls then."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._waiting: list[tuple[str, Tensor]] = []
+        parts.at_end(self._give)
+
+    def add(self, path: str, logits: Tensor, *, all_attend: bool) -> None:
+        """Take the logits of a call, which are this one's from here on; ``all_attend``: every row is known
+        to attend to something."""
+        if not all_attend:
+            largest, entropies, count = row_statistics(logits)
+            self._parts.later(ATTENTION, (path,), [largest, entropies], [float(count)])
+            return
+        if self._waiting and self._waiting[0][1].shape != logits.shape:
+            self._give()
+        self._waiting.append((path, logits))
+        if len(self._waiting) * logits.numel() >= MOST_WAITING:
+            self._give()
+
+    def _give(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        if not waiting:
+            return
+        logits = torch.stack([each for _, each in waiting])
+        largest = logits.flatten(1).amax(dim=1).unbind()
+        probabilities = torch.softmax(logits, dim=-1)
+        entropies = torch.special.entr(probabilities, out=probabilities).flatten(1).sum(dim=1).unbind()
+        count = float(waiting[0][1][..., 0].numel())
+        for (path, _), *found in zip(waiting, largest, entropies, strict=True):
+            self._parts.later(ATTENTION, (path,), found, [count])
 
 
 def _config(module: nn.Module) -> object:

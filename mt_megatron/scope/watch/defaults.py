@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from mt_megatron.errors import ConfigError
 from mt_megatron.scope.watch import scalars
-from mt_megatron.scope.watch.attention_rows import Rows, row_scalars, row_statistics, watch_rows
+from mt_megatron.scope.watch.attention_rows import Rows, RowScalars, row_statistics, watch_rows
 from mt_megatron.scope.watch.parts import Parts
 from mt_megatron.scope.watch.shares import Place, is_layer, own_modules
 from mt_megatron.scope.watch.sums import (
@@ -83,12 +83,13 @@ class Defaults:
             stack, _, number = path.rpartition(".")
             before = looks.get(f"{stack}.{int(number) - 1}") if stack == "decoder.layers" else None
             look = looks[path] = _Layer(path, parts, self._place, before)
-            opened.append(taps.watch(layer, before=look.before, after=look.after, told=told))
+            opened.append(taps.watch(layer, before=look.before, after=look.after, live=True, told=told))
         for path, module in self._modules:
             after = partial(_activation, parts, self._place, path)
-            opened.append(taps.watch(module, after=after, told=told))
+            opened.append(taps.watch(module, after=after, live=True, told=told))
+        together = RowScalars(parts) if parts.defers else None
         for path, layer in self._attention:
-            found = partial(_attention, parts, path)
+            found = partial(_attention, parts, together, path)
             opened += watch_rows(layer, self._rows_of, found, told=told)
         for path, router in self._routers:
             opened.append(taps.router_scores(router, partial(_router, parts, self._place, path), told=told))
@@ -117,6 +118,9 @@ class Defaults:
 
 def first_tensor(output: Any) -> Tensor | None:
     """The first tensor of numbers of what a module returned; None without one."""
+    first = output[0] if isinstance(output, tuple) and output else output
+    if isinstance(first, Tensor) and first.is_floating_point() and first.dim():
+        return first
     found = taps.modules.tensors(output)
     return next((each for each in found if each.is_floating_point() and each.dim()), None)
 
@@ -127,6 +131,7 @@ class _Layer:
     def __init__(self, path: str, parts: Parts, place: Place, before: _Layer | None) -> None:
         """``before`` is the layer whose output this one may get."""
         self._path = path
+        self._paths = (path,)
         self._before = before
         self._parts = parts
         self._place = place
@@ -161,10 +166,11 @@ class _Layer:
             own = scalars.norm(values)
             if call.microbatch >= 0:
                 self._output = _same(call, whole), own
-            channels = scalars.largest_of_channels(values)
-            _of_scalars(parts, path, values, own, channels.amax())
-            parts.later(path, "residual_growth", [own, before], scalars.squares)
-            parts.outliers(path, channels, own, values.numel())
+            parts.later(scalars.LAYER, self._paths, [own], [float(values.numel())])
+            parts.later(scalars.GROWTH, self._paths, [own, before])
+            parts.channels(path, scalars.largest_of_channels(values))
+            if parts.counts:
+                parts.add(path, "not_finite", not_finite(values, own))
             return
         squares, maxima = square_sum(values), channel_maxima(values)
         parts.add(path, "activation_rms", [squares, float(values.numel())])
@@ -182,23 +188,17 @@ def _activation(parts: Parts, place: Place, path: str, call: Call, output: Any) 
     if values is None or values.numel() == 0:
         return
     if parts.defers:
-        _of_scalars(parts, path, values, scalars.norm(values), scalars.largest(values))
+        found = [scalars.norm(values), scalars.largest(values)]
+        family = scalars.COUNTED_OUTPUT if parts.counts else scalars.OUTPUT
+        parts.later(family, (path,), found, [float(values.numel())])
+        if parts.counts:
+            parts.add(path, "not_finite", not_finite(values, found[0]))
         return
     squares = square_sum(values)
     parts.add(path, "activation_rms", [squares, float(values.numel())])
     low, high = torch.aminmax(values)
     parts.largest(path, "activation_max", torch.maximum(high, -low))
     parts.add(path, "not_finite", not_finite(values, squares))
-
-
-def _of_scalars(parts: Parts, path: str, values: Tensor, norm: Tensor, largest: Tensor) -> None:
-    """The statistics of an output with this norm and largest absolute value."""
-    parts.later(path, "activation_rms", [norm], scalars.squares, [float(values.numel())])
-    parts.later(path, "activation_max", [largest], scalars.maxima, reduce="max")
-    if parts.counts:
-        parts.add(path, "not_finite", not_finite(values, norm))
-    else:
-        parts.later(path, "not_finite", [largest], scalars.at_least)
 
 
 def _same(call: Call, values: Tensor) -> Any:
@@ -214,14 +214,14 @@ def _largest(maxima: Tensor, squares: Tensor) -> Tensor:
     return torch.where(torch.isnan(squares), squares.to(largest.dtype), largest)
 
 
-def _attention(parts: Parts, path: str, inputs: AttentionInputs, rows: Rows, logits: Tensor) -> None:
+def _attention(
+    parts: Parts, together: RowScalars | None, path: str, inputs: AttentionInputs, rows: Rows, logits: Tensor
+) -> None:
     if logits.numel() == 0:
         return
-    if parts.defers:
+    if together is not None:
         all_attend = inputs.mask is None and inputs.cu_seqlens is None and inputs.window is None
-        largest, entropies, count = row_scalars(logits, all_attend=all_attend)
-        parts.later(path, "attention_logit_max", [largest], scalars.maxima, reduce="max")
-        parts.later(path, "attention_entropy", [entropies], scalars.totals, [float(count)])
+        together.add(path, logits, all_attend=all_attend)
         return
     largest, entropies, count = row_statistics(logits)
     parts.largest(path, "attention_logit_max", largest)
@@ -230,7 +230,11 @@ def _attention(parts: Parts, path: str, inputs: AttentionInputs, rows: Rows, log
 
 def _router(parts: Parts, place: Place, path: str, scores: RouterScores) -> None:
     probabilities = place.own_rows(scores.probabilities(), place.tokens_spread)
-    parts.add(path, "router_entropy", [entropy_sum(probabilities), float(probabilities.size(0))])
+    entropies, tokens = entropy_sum(probabilities), float(probabilities.size(0))
+    if parts.defers:
+        parts.later(scalars.ROUTER, (path,), [entropies], [tokens])
+    else:
+        parts.add(path, "router_entropy", [entropies, tokens])
     if place.tokens_spread == "same" and place.layout.tp > 1:
         routed = place.own_rows(scores.routing_map(), "same").sum(dim=0)
     else:

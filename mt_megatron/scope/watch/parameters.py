@@ -175,6 +175,7 @@ class Norms:
         units = list(dict.fromkeys(unit_of(share.name) for share in self._shares))
         self._units = [WHOLE, *units]
         self._unit = [units.index(unit_of(share.name)) for share in self._shares]
+        self._paths = [(WHOLE, units[unit]) for unit in self._unit]
         self._copies: dict[int, Tensor] = {}
         unknown = [index for index, share in enumerate(self._shares) if _rule(share) is None]
         self._copied = unknown
@@ -194,7 +195,7 @@ class Norms:
             known = [(i, gradient) for i, gradient in there if gradient is not None]
             norms = _norms([gradient for _, gradient in known])
             for (index, _), each in zip(known, norms, strict=True):
-                self._later(parts, "gradient_norm", index, [each], scalars.squares)
+                parts.later(scalars.GRADIENT, self._paths[index], [each])
             return
         self._add(parts, "gradient_norm", [[share.gradient] for share in self._shares])
 
@@ -229,33 +230,25 @@ class Norms:
 
     def _after_update_later(self, parts: Parts, *, skipped: bool) -> None:
         weights = _norms([share.weight for share in self._shares])
-        rates = {} if skipped else _rates(self._shares)
+        told = []
         for index, (share, norm) in enumerate(zip(self._shares, weights, strict=True)):
-            self._later(parts, "weight_norm", index, [norm], scalars.squares)
+            paths = self._paths[index]
+            parts.later(scalars.WEIGHT, paths, [norm])
             if share.name == "embedding.word_embeddings.weight":
                 self._embedding(parts, share)
             if skipped:
-                self._later(parts, "update_ratio", index, [norm], scalars.no_update)
+                parts.later(scalars.NO_UPDATE, paths, [norm])
             elif index in self._copies:
                 before = self._copies.pop(index)
                 both = [scalars.norm(share.weight - before), scalars.norm(before)]
-                self._later(parts, "update_ratio", index, both, scalars.squares)
+                parts.later(scalars.UPDATE_BY_COPY, paths, both)
             else:
-                for found, known in pieces_of(share, norm, rates.get(index)):
-                    self._later(parts, "update_ratio", index, found, scalars.update, known)
+                told.append(index)
+        updates = pieces_of([self._shares[i] for i in told], [weights[i] for i in told])
+        for number, found, known in updates:
+            family = scalars.UPDATE if len(found) == 3 else scalars.UPDATE_BY_TENSOR
+            parts.later(family, self._paths[told[number]], found, known)
         self._copies = {}
-
-    def _later(
-        self,
-        parts: Parts,
-        statistic: str,
-        index: int,
-        found: Sequence[Tensor],
-        combine: scalars.Combine,
-        known: Sequence[float] = (),
-    ) -> None:
-        for unit in (WHOLE, self._units[1 + self._unit[index]]):
-            parts.later(unit, statistic, found, combine, known)
 
     def _embedding(self, parts: Parts, share: Share) -> None:
         limit = share.rows
@@ -265,7 +258,7 @@ class Norms:
         last = min(share.offset + share.stop, limit * share.row_size)
         if last > first and parts.defers:
             norm, rows = scalars.norm(share.weight[: last - first]), (last - first) / share.row_size
-            parts.later("embedding.word_embeddings", "embedding_norm", [norm], scalars.squares, [rows])
+            parts.later(scalars.EMBEDDING, ("embedding.word_embeddings",), [norm], [rows])
         elif last > first:
             squares = square_sum(share.weight[: last - first])
             parts.add(
@@ -404,30 +397,76 @@ def _rates(shares: Sequence[Share]) -> dict[int, Rate]:
 
 
 def pieces_of(
-    share: Share, weights: Tensor, rate: Rate | None
-) -> Iterator[tuple[list[Tensor], tuple[float, float]]]:
-    """Arguments of ``scalars.update`` for each piece of ``share``; nothing where the optimizer's state does
-    not tell an update. ``weights`` is the norm of the weights after it."""
-    rule, state = _rule(share), share.inner.state.get(share.held)
-    if rule is None or not state:
-        return
-    held = share.held.detach().view(-1)
-    for first in range(share.start, share.stop, _PIECE):
-        piece = slice(first, min(first + _PIECE, share.stop))
-        multiple: Any = 1.0
-        if rule is _adamw:
-            multiple, more = rate or _rate(share, state)
-            direction = state["exp_avg_sq"].view(-1)[piece].float().sqrt().add_(more)
-            torch.div(state["exp_avg"].view(-1)[piece].float(), direction, out=direction)
-            decay = float(share.group["lr"]) * float(share.group["weight_decay"])
+    shares: Sequence[Share], weights: Sequence[Tensor]
+) -> Iterator[tuple[int, list[Tensor], tuple[float, float]]]:
+    """Number of a share, scalars and known numbers of ``scalars.UPDATE`` for each piece of ``shares``;
+    nothing of those whose optimizer's state does not tell an update. ``weights`` are the norms of the weights
+    after it."""
+    rates = _rates(shares)
+    together, size = list[tuple[int, slice]](), 0
+    for index, share in enumerate(shares):
+        rule, state = _rule(share), share.inner.state.get(share.held)
+        if rule is None or not state:
+            continue
+        for first in range(share.start, share.stop, _PIECE):
+            piece = slice(first, min(first + _PIECE, share.stop))
+            if rule is not _adamw:
+                direction, decay = rule(share, state, piece)
+                yield index, _scalars_of(share, piece, weights[index], direction), (decay, 1.0)
+                continue
+            if together and size + piece.stop - piece.start > _PIECE:
+                yield from _adamw_pieces(shares, together, weights, rates)
+                together, size = [], 0
+            together.append((index, piece))
+            size += piece.stop - piece.start
+    if together:
+        yield from _adamw_pieces(shares, together, weights, rates)
+
+
+def _adamw_pieces(
+    shares: Sequence[Share],
+    pieces: Sequence[tuple[int, slice]],
+    weights: Sequence[Tensor],
+    rates: dict[int, Rate],
+) -> Iterator[tuple[int, list[Tensor], tuple[float, float]]]:
+    """The same of ``pieces`` (number of a share, stretch of it) that Adam updated, in few kernels."""
+    of = [shares[index] for index, _ in pieces]
+    states = [share.inner.state[share.held] for share in of]
+    each_rate = [
+        rates.get(index) or _rate(share, state)
+        for (index, _), share, state in zip(pieces, of, states, strict=True)
+    ]
+    first, second = (
+        [state[name].view(-1)[piece].float() for (_, piece), state in zip(pieces, states, strict=True)]
+        for name in ("exp_avg", "exp_avg_sq")
+    )
+    directions = torch._foreach_sqrt(second)
+    added = [rate[1] for rate in each_rate]
+    if any(isinstance(each, Tensor) for each in added):
+        for direction, each in zip(directions, added, strict=True):
+            direction.add_(each)
+    else:
+        torch._foreach_add_(directions, added)
+    torch._foreach_reciprocal_(directions)
+    torch._foreach_mul_(directions, first)
+    norms = torch._foreach_norm(directions)
+    for (index, piece), share, rate, direction, norm in zip(
+        pieces, of, each_rate, directions, norms, strict=True
+    ):
+        found = _scalars_of(share, piece, weights[index], direction, norm)
+        decay = float(share.group["lr"]) * float(share.group["weight_decay"])
+        if isinstance(rate[0], Tensor):
+            yield index, [*found, rate[0]], (decay, 1.0)
         else:
-            direction, decay = rule(share, state, piece)
-        found = [weights if first == share.start else torch.zeros_like(weights), scalars.norm(direction)]
-        found.append(torch.dot(direction, held[piece].float()))
-        if isinstance(multiple, Tensor):
-            yield [*found, multiple], (decay, 1.0)
-        else:
-            yield found, (decay, float(multiple))
+            yield index, found, (decay, float(rate[0]))
+
+
+def _scalars_of(
+    share: Share, piece: slice, weights: Tensor, direction: Tensor, norm: Tensor | None = None
+) -> list[Tensor]:
+    held = share.held.detach().view(-1)[piece].float()
+    after = weights if piece.start == share.start else torch.zeros_like(weights)
+    return [after, scalars.norm(direction) if norm is None else norm, torch.dot(direction, held)]
 
 
 def _rate(share: Share, state: Any) -> Rate:

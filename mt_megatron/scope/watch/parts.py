@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Literal, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mt_megatron.backends.dtypes import wide_float
-from mt_megatron.scope.format.statistics import OUTLIERS
-from mt_megatron.scope.watch.scalars import Combine
+from mt_megatron.scope.watch.deferred import Deferred
+from mt_megatron.scope.watch.scalars import Family
 from mt_megatron.scope.watch.sums import outliers_of
 
 Layout = tuple[tuple[str, str, int], ...]
@@ -37,6 +37,7 @@ class Parts:
         and cleared where all were; frames that have no such statistic leave it."""
         self._dtype = wide_float(device)
         self._entries: dict[tuple[str, str], _Entry] = {}
+        self._deferred = Deferred()
         self._not_finite = not_finite or threading.Event()
         self.defers = defers(device)
         """True where callers should prefer ``later``."""
@@ -65,19 +66,20 @@ class Parts:
             found.add(device, self._dtype)  # type: ignore[attr-defined]
 
     def later(
-        self,
-        path: str,
-        statistic: str,
-        scalars: Sequence[Tensor],
-        combine: Combine,
-        known: Sequence[float] = (),
-        *,
-        reduce: Literal["sum", "max"] = "sum",
+        self, family: Family, paths: Sequence[str], scalars: Sequence[Tensor], known: Sequence[float] = ()
     ) -> None:
-        """Keep ``scalars``, tensors [] in float32, until the host has them and makes sums of them and of the
-        numbers ``known``."""
-        entry = self._entries.setdefault((path, statistic), _Later(reduce))
-        entry.keep(scalars, combine, known)  # type: ignore[attr-defined]
+        """Keep the ``scalars`` of a call, tensors [] in float32, until the host has them and makes parts of
+        them and of the numbers ``known``, for each of ``paths``."""
+        self._deferred.keep(family, paths, scalars, known)
+
+    def at_end(self, action: Callable[[], None]) -> None:
+        """Call ``action`` before the parts are taken: it may give more with ``later``."""
+        self._deferred.at_end(action)
+
+    def channels(self, path: str, maxima: Tensor) -> None:
+        """Take in ``scalars.largest_of_channels`` of a layer's output, whose norm ``scalars.LAYER`` has:
+        ``outlier_channels`` and ``activation_max``, and ``not_finite`` unless elements are counted."""
+        self._deferred.channels(path, maxima)
 
     def largest(self, path: str, statistic: str, value: Tensor) -> None:
         """Take ``value`` [] into a maximum; NaN stays NaN."""
@@ -86,14 +88,10 @@ class Parts:
 
     def outliers(self, path: str, maxima: Tensor, squares: Tensor, count: int) -> None:
         """Take ``sums.channel_maxima`` and the sum of squares of ``count`` elements into
-        ``outlier_channels``; with ``defers`` ``squares`` is their norm."""
+        ``outlier_channels``."""
         entry = self._entries.get((path, "outlier_channels"))
         if entry is None:
             entry = self._entries[path, "outlier_channels"] = _Outliers(maxima)
-        if self.defers:
-            entry.norms.append(squares)  # type: ignore[attr-defined]
-            entry.take(maxima, None, count, self._dtype)  # type: ignore[attr-defined]
-            return
         entry.take(maxima, squares, count, self._dtype)  # type: ignore[attr-defined]
 
     def moments(self, path: str, count: int, powers: Tensor, ends: Tensor) -> None:
@@ -102,57 +100,55 @@ class Parts:
         entry.take(count, powers, ends.to(self._dtype))  # type: ignore[attr-defined]
 
     def taken(self) -> tuple[Layout, Tensor, Callable[[Values], Values]]:
-        """The layout, a vector on the device, and what makes the frame's values of its copy on the host."""
-        entries = list(self._entries.values())
-        pieces = [entry.device(self._dtype) for entry in entries]
-        there = [piece for piece in pieces if piece is not None]
-        places, scalars = _scalars_of(entries)
-        first = sum(piece.numel() for piece in there)
-        if scalars:
-            there.append(torch.stack(scalars).to(self._dtype))
+        """The layout, a vector on the device, and what makes the frame's values of its copy on the host.
+        Takes what is deferred: called once."""
+        deferred = self._deferred.taken(counts=self.counts)
+        entries = list(self._entries.items())
+        pieces = [entry.device(self._dtype) for _, entry in entries]
+        there = [*(piece for piece in pieces if piece is not None)]
+        places, begin = [], 0
+        for piece in pieces:
+            size = 0 if piece is None else piece.numel()
+            places.append(slice(begin, begin + size))
+            begin += size
+        there += [vector.to(self._dtype) for vector in deferred.vectors]
         joined = torch.cat(there) if there else torch.zeros(0, dtype=self._dtype)
-        begin = 0
-        for index, piece in enumerate(pieces):
-            if piece is not None:
-                places[index] = np.arange(begin, begin + piece.numel())
-                begin += piece.numel()
-            else:
-                places[index] += first
-        for entry in entries:
-            # What waits for a sidecar would keep them, and with them memory of the device.
+        lengths = {
+            key: place.stop - place.start + entry.more
+            for (key, entry), place in zip(entries, places, strict=True)
+        }
+        for key, length in deferred.lengths.items():
+            lengths.setdefault(key, length)
+        first, total = {}, 0
+        for key, length in lengths.items():
+            first[key] = total
+            total += length
+        counted = [first[key] + n for key in first if key[1] == "not_finite" for n in (0, 1)]
+        # What waits for a sidecar would keep them, and with them memory of the device.
+        deferred.vectors.clear()
+        for _, entry in entries:
             entry.release()
-        names = [statistic for _, statistic in self._entries]
 
         def values(copy: Values) -> Values:
             copy = np.asarray(copy, np.float64)
-            parts = [entry.values(copy[where]) for entry, where in zip(entries, places, strict=True)]
-            counted = [part for name, part in zip(names, parts, strict=True) if name == "not_finite"]
-            if any(part.any() for part in counted):
+            found = np.zeros(total)
+            for (key, entry), place in zip(entries, places, strict=True):
+                found[first[key] : first[key] + lengths[key]] = entry.values(copy[place])
+            deferred.add(copy[begin:], first, found)
+            if found[counted].any():
                 self._not_finite.set()
             elif counted:
                 self._not_finite.clear()
-            return np.concatenate(parts) if parts else np.zeros(0)
+            return found
 
-        layout = tuple(
-            (path, statistic, len(entry.values(np.zeros(len(where)))))
-            for ((path, statistic), entry), where in zip(self._entries.items(), places, strict=True)
-        )
-        return layout, joined, values
-
-
-def _scalars_of(entries: Sequence[_Entry]) -> tuple[list[NDArray[np.int64]], list[Tensor]]:
-    """For each entry the places of its scalars in the list of all; several entries may keep the same one."""
-    places, number, scalars = [], dict[int, int](), list[Tensor]()
-    for entry in entries:
-        own = entry.scalars if isinstance(entry, _Later) else []
-        for each in own:
-            if number.setdefault(id(each), len(scalars)) == len(scalars):
-                scalars.append(each)
-        places.append(np.asarray([number[id(each)] for each in own], np.int64))
-    return places, [each if each.dtype is torch.float32 else each.float() for each in scalars]
+        return tuple((path, name, length) for (path, name), length in lengths.items()), joined, values
 
 
 class _Entry(Protocol):
+    @property
+    def more(self) -> int:
+        """Elements of the part beside those that are copied."""
+
     def device(self, dtype: torch.dtype) -> Tensor | None:
         """What is to be copied; None where the host knows everything."""
 
@@ -167,6 +163,10 @@ class _Sums:
     def __init__(self, known: Sequence[float]) -> None:
         self.known = np.asarray(known, np.float64)
         self._sums: Tensor | None = None
+
+    @property
+    def more(self) -> int:
+        return len(self.known)
 
     def add(self, sums: Tensor, dtype: torch.dtype) -> None:
         if self._sums is None:
@@ -185,6 +185,8 @@ class _Sums:
 
 
 class _Largest:
+    more = 0
+
     def __init__(self, value: Tensor) -> None:
         self._value: Tensor | None = value
 
@@ -202,78 +204,35 @@ class _Largest:
         return copy
 
 
-_Kind = tuple[Combine, int]
-"""How scalars of a call are combined, and how many they are."""
-
-
-class _Later:
-    """Scalars of many calls. They are put together per ``combine``, not per call: a frame has thousands."""
-
-    def __init__(self, reduce: Literal["sum", "max"]) -> None:
-        self._reduce = reduce
-        self._tensors: dict[_Kind, list[Tensor]] = {}
-        self._known: dict[_Kind, list[Sequence[float]]] = {}
-
-    def keep(self, scalars: Sequence[Tensor], combine: Combine, known: Sequence[float]) -> None:
-        kind = combine, len(scalars)
-        self._tensors.setdefault(kind, []).extend(scalars)
-        self._known.setdefault(kind, []).append(known)
-
-    @property
-    def scalars(self) -> list[Tensor]:
-        return [each for tensors in self._tensors.values() for each in tensors]
-
-    def device(self, dtype: torch.dtype) -> Tensor | None:
-        return None
-
-    def release(self) -> None:
-        self._tensors = {}
-
-    def values(self, copy: Values) -> Values:
-        parts, at = [], 0
-        with np.errstate(all="ignore"):
-            for (combine, width), known in self._known.items():
-                rows = copy[at : at + len(known) * width].reshape(len(known), width)
-                at += rows.size
-                parts.append(combine(rows, np.asarray(known, np.float64)))
-        # NaN stays NaN in both.
-        return np.asarray(np.sum(parts, axis=0) if self._reduce == "sum" else np.max(parts, axis=0))
-
-
 class _Outliers:
+    more = 1
+
     def __init__(self, maxima: Tensor) -> None:
         self._maxima: Tensor | None = maxima.clone()
         self._squares: Tensor | None = None
-        self.norms: list[Tensor] = []
-        """In the place of sums of squares."""
-
         self._count = 0
 
-    def take(self, maxima: Tensor, squares: Tensor | None, count: int, dtype: torch.dtype) -> None:
+    def take(self, maxima: Tensor, squares: Tensor, count: int, dtype: torch.dtype) -> None:
         assert self._maxima is not None
         torch.maximum(self._maxima, maxima, out=self._maxima)
         self._count += count
-        if squares is not None:
-            squares = squares.reshape(1).to(dtype)
-            self._squares = squares if self._squares is None else self._squares + squares
+        squares = squares.reshape(1).to(dtype)
+        self._squares = squares if self._squares is None else self._squares + squares
 
     def device(self, dtype: torch.dtype) -> Tensor | None:
-        assert self._maxima is not None
-        squares = self._squares
-        if squares is None:
-            squares = torch.stack(self.norms).to(dtype).square().sum().reshape(1)
-        pairs = outliers_of(self._maxima.nan_to_num_(nan=float("inf"), posinf=float("inf")))
-        return torch.cat((pairs.to(dtype), squares))
+        assert self._maxima is not None and self._squares is not None
+        return torch.cat((outliers_of(self._maxima).to(dtype), self._squares))
 
     def release(self) -> None:
         self._maxima = self._squares = None
-        self.norms = []
 
     def values(self, copy: Values) -> Values:
-        return np.concatenate((copy[: 2 * OUTLIERS + 1], [self._count]))
+        return np.append(copy, self._count)
 
 
 class _Moments:
+    more = 1
+
     def __init__(self, ends: Tensor) -> None:
         self._ends: Tensor | None = ends
         self._powers: Tensor | None = None

@@ -1,13 +1,14 @@
 """Results of single kernels that the host puts together: of tensors on an accelerator.
 
 A norm or a maximum is one kernel. Sums of squares, counts and ratios are made of them by the host, in
-float64, in the thread that encodes. Functions from ``squares`` on have the signature ``Combine``.
+float64, in the thread that encodes. A ``Family`` says how, for the calls of all modules at once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -19,7 +20,18 @@ from mt_megatron.scope.watch.sums import wide
 Values = NDArray[np.float64]
 
 Combine = Callable[[Values, Values], Values]
-"""Gets the scalars [calls, n] and the known numbers [calls, m] of an entry; returns its part, a vector."""
+"""Gets the scalars [calls, n] and the known numbers [calls, m] of all calls; returns what each call adds to
+the parts of the family's statistics, one after the other, [calls, sum of their lengths]."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Family:
+    """Statistics that are made of the same scalars of a call."""
+
+    statistics: tuple[tuple[str, int, Literal["sum", "max"]], ...]
+    """Name, length of the part, and how calls combine."""
+
+    combine: Combine
 
 
 def norm(values: Tensor) -> Tensor:
@@ -42,34 +54,29 @@ def largest_of_channels(values: Tensor) -> Tensor:
     return found
 
 
-def squares(rows: Values, known: Values) -> Values:
-    """Sums of squares of norms, then sums of what is known."""
-    return np.concatenate(((rows * rows).sum(axis=0), known.sum(axis=0)))
+def _squares(rows: Values, known: Values) -> Values:
+    """Squares of norms, then what is known."""
+    return np.concatenate((rows * rows, known), axis=1)
 
 
-def totals(rows: Values, known: Values) -> Values:
-    """Sums, then sums of what is known."""
-    return np.concatenate((rows.sum(axis=0), known.sum(axis=0)))
+def _output(rows: Values, known: Values) -> Values:
+    """Of norms and largest absolute values. Elements that are not finite are some at least: one of an output
+    that has any. They are counted from the next sampled step on (``Parts.counts``)."""
+    norms, largest = rows.T
+    parts = (norms * norms, known[:, 0], largest, np.isnan(largest), np.isinf(largest))
+    return np.stack(parts, axis=1)
 
 
-def maxima(rows: Values, known: Values) -> Values:
-    """The largest; NaN stays NaN."""
-    return np.asarray(rows.max(axis=0))
+def _counted_output(rows: Values, known: Values) -> Values:
+    return _output(rows, known)[:, :3]
 
 
-def at_least(rows: Values, known: Values) -> Values:
-    """Elements that are NaN and that are infinite, at least, of largest absolute values: one of a tensor that
-    has any. They are counted from the next sampled step on (``Parts.counts``)."""
-    return np.asarray([np.isnan(rows).sum(), np.isinf(rows).sum()], np.float64)
+def _attention(rows: Values, known: Values) -> Values:
+    return np.concatenate((rows, known), axis=1)
 
 
-def no_update(rows: Values, known: Values) -> Values:
-    """``update_ratio`` of weights with these norms that were not updated."""
-    return np.asarray([0.0, (rows * rows).sum()])
-
-
-def update(rows: Values, known: Values) -> Values:
-    """``update_ratio`` of weights that lost a multiple of a direction, beside their decay.
+def _update(rows: Values, known: Values) -> Values:
+    """What weights lost: a multiple of a direction, beside their decay.
 
     Scalars: the norm of the weights after the update (0 for all but one piece of a parameter), the norm of
     the direction, its product with the weights after the update and, where the host does not know it, the
@@ -82,4 +89,53 @@ def update(rows: Values, known: Values) -> Values:
     kept = 1.0 - decay
     before = (rows[:, 0] ** 2 + 2.0 * product + square) / kept**2
     updated = square + 2.0 * decay * (product + square) / kept + decay**2 * before
-    return np.asarray([updated.sum(), before.sum()])
+    return np.stack((updated, before), axis=1)
+
+
+def _no_update(rows: Values, known: Values) -> Values:
+    return np.concatenate((np.zeros_like(rows), rows * rows), axis=1)
+
+
+_RMS: tuple[str, int, Literal["sum"]] = ("activation_rms", 2, "sum")
+_MAX: tuple[str, int, Literal["max"]] = ("activation_max", 1, "max")
+_RATIO: tuple[str, int, Literal["sum"]] = ("update_ratio", 2, "sum")
+
+OUTPUT = Family(statistics=(_RMS, _MAX, ("not_finite", 2, "sum")), combine=_output)
+"""Scalars: the norm and the largest absolute value of an output. Known: its elements."""
+
+COUNTED_OUTPUT = Family(statistics=(_RMS, _MAX), combine=_counted_output)
+"""The same of an output whose elements that are not finite are counted by themselves."""
+
+LAYER = Family(statistics=(_RMS,), combine=_squares)
+"""Scalar: the norm of a layer's output. Known: its elements. ``Parts.outliers`` knows the rest."""
+
+GROWTH = Family(statistics=(("residual_growth", 2, "sum"),), combine=_squares)
+"""Scalars: the norms of a layer's output and input."""
+
+ATTENTION = Family(
+    statistics=(("attention_logit_max", 1, "max"), ("attention_entropy", 2, "sum")), combine=_attention
+)
+"""Scalars: the largest logit of rows and the sum of their entropies. Known: the rows."""
+
+ROUTER = Family(statistics=(("router_entropy", 2, "sum"),), combine=_attention)
+"""Scalar: the sum of the tokens' entropies. Known: the tokens."""
+
+GRADIENT = Family(statistics=(("gradient_norm", 1, "sum"),), combine=_squares)
+WEIGHT = Family(statistics=(("weight_norm", 1, "sum"),), combine=_squares)
+"""Scalar: the norm."""
+
+EMBEDDING = Family(statistics=(("embedding_norm", 2, "sum"),), combine=_squares)
+"""Scalar: the norm of the embedding. Known: its rows."""
+
+UPDATE = Family(statistics=(_RATIO,), combine=_update)
+"""Scalars: the norm of the weights after the update, the norm of a direction, its product with the weights.
+Known: the decay and what the direction was multiplied with."""
+
+UPDATE_BY_TENSOR = Family(statistics=(_RATIO,), combine=_update)
+"""The same, with a further scalar that the direction was multiplied with."""
+
+UPDATE_BY_COPY = Family(statistics=(_RATIO,), combine=_squares)
+"""Scalars: the norm of the difference, and that of the weights before it."""
+
+NO_UPDATE = Family(statistics=(_RATIO,), combine=_no_update)
+"""Scalar: the norm of weights that were left as they are."""

@@ -51,14 +51,14 @@ def channel_maxima(values: Tensor) -> Tensor:
 
 
 def outliers_of(maxima: Tensor) -> Tensor:
-    """The pairs of ``outlier_channels``, float [2 * OUTLIERS], of ``channel_maxima``."""
-    count = min(OUTLIERS, maxima.numel())
+    """The pairs of ``outlier_channels``, float [..., 2 * OUTLIERS], of ``channel_maxima`` [..., channels]."""
+    count = min(OUTLIERS, maxima.size(-1))
     values, channels = maxima.topk(count)
-    pairs = maxima.new_zeros(OUTLIERS, 2)
-    pairs[:, 0] = -1
-    pairs[:count, 0] = channels.to(maxima.dtype)
-    pairs[:count, 1] = values
-    return pairs.reshape(-1)
+    pairs = torch.stack((channels.to(maxima.dtype), values), dim=-1)
+    if count < OUTLIERS:
+        absent = maxima.new_tensor((-1.0, 0.0)).expand(*maxima.shape[:-1], OUTLIERS - count, 2)
+        pairs = torch.cat((pairs, absent), dim=-2)
+    return pairs.flatten(-2)
 
 
 def moments(values: Tensor) -> tuple[Tensor, Tensor]:

@@ -64,11 +64,13 @@ def attention_inputs(
     module: nn.Module,
     fn: Callable[[AttentionInputs], None],
     *,
+    live: bool = False,
     errors: Literal["close", "raise"] = "close",
     told: Callable[[str], None] | None = None,
 ) -> Watch:
     """Call ``fn`` at every call of the core attention of ``module`` (a layer, its self attention or the core
-    attention itself) until the returned tap is closed; not for recomputed calls.
+    attention itself) until the returned tap is closed; not for recomputed calls. With ``live`` tensors are
+    the run's own, not detached.
 
     Works for ours, upstream's unfused one, multi-latent attention and Transformer Engine's. Raises
     ``ConfigError`` for a module without a core attention.
@@ -78,7 +80,7 @@ def attention_inputs(
     def before(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         fn(_inputs(core, call, args, kwargs))
 
-    return watch(core, before=before, errors=errors, told=told)
+    return watch(core, before=before, live=live, errors=errors, told=told)
 
 
 def key_shards(
@@ -156,6 +158,7 @@ def _inputs(core: Any, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
     config = core.config
     size = getattr(config, "context_parallel_size", 1)
     heads = query.size(-2)
+    first = heads * _tensor_rank() if getattr(config, "tensor_model_parallel_size", 1) > 1 else 0
     return AttentionInputs(
         call=call,
         query=query,
@@ -166,7 +169,7 @@ def _inputs(core: Any, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
         mask=mask,
         cu_seqlens=None if borders is None else borders.detach(),
         window=None if window is None else (int(window[0]), int(window[1])),
-        heads=range(_tensor_rank() * heads, (_tensor_rank() + 1) * heads),
+        heads=range(first, first + heads),
         context_rank=_context_rank() if size > 1 else 0,
         context_size=size,
     )

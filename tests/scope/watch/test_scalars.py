@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,11 +13,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mt_megatron.parallel.rank_layout import RankLayout
+from mt_megatron.scope.watch import attention_rows, scalars
 from mt_megatron.scope.watch import parts as parts_module
-from mt_megatron.scope.watch import scalars
+from mt_megatron.scope.watch.attention_rows import Rows, products
 from mt_megatron.scope.watch.defaults import _activation, _Layer
 from mt_megatron.scope.watch.parts import Parts
 from mt_megatron.scope.watch.shares import Place
+from mt_megatron.scope.watch.sums import outliers_of
 from mt_megatron.seams.taps import Call
 
 CPU = torch.device("cpu")
@@ -93,9 +96,67 @@ def test_few_kernels_are_launched(deferred: None) -> None:
     layers_into(parts, hidden[:1])
     with Kernels() as kernels:
         layers_into(parts, hidden[1:])
-    # Norm, channels' maxima, their largest, the maximum of micro-batches; norm of the first input; norm
-    # and largest of the module; two multiplications of this test.
-    assert sum(kernels.found.values()) == 2 * 4 + 1 + 2 + 2, kernels.found
+    # Norm, channels' maxima, the maximum of micro-batches; norm of the first input; norm and largest of the
+    # module; two multiplications of this test.
+    assert sum(kernels.found.values()) == 2 * 3 + 1 + 2 + 2, kernels.found
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize("heads", [slice(None), slice(1, 2), slice(1, 3)])
+@pytest.mark.parametrize("samples", [slice(None), slice(1, 3)])
+def test_products_of_heads_and_groups(groups: int, heads: slice, samples: slice) -> None:
+    """Against keys that are repeated for every head."""
+    generator = torch.Generator().manual_seed(groups)
+    query = torch.randn(8, 3, 4, 6, generator=generator)
+    key = torch.randn(8, 3, groups, 10, generator=generator)  # as padded to the values' size
+    key[..., 6:] = 0
+    places = torch.tensor([1, 5, 7])
+    rows = Rows(places=places, heads=heads, samples=samples)
+    inputs: Any = SimpleNamespace(query=query, scale=0.3)
+    whole = torch.einsum("rbhd,kbhd->bhrk", query[places], key[..., :6].repeat_interleave(4 // groups, 2))
+    assert torch.allclose(products(inputs, rows, key), 0.3 * whole[samples, heads], atol=1e-6)
+
+
+def test_attention_rows_of_several_calls_together(deferred: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each call's values, whatever it shared kernels with."""
+    calls = [
+        ("a", random(1).mul(3.0), True),
+        ("b", random(2), True),
+        ("a", random(3), True),
+        ("a", random(4)[:4], True),
+        ("b", random(5).masked_fill(torch.ones(8, 2, 1, dtype=torch.bool), -torch.inf), False),
+    ]
+    found = []
+    for most in (1, 2 * 8 * 2 * 64, 2**22):
+        monkeypatch.setattr(attention_rows, "MOST_WAITING", most)
+        parts = Parts(CPU)
+        together = attention_rows.RowScalars(parts)
+        for path, logits, all_attend in calls:
+            together.add(path, logits.clone(), all_attend=all_attend)
+        found.append(values_of(parts))
+    for path in "ab":
+        own = [attention_rows.row_statistics(logits) for name, logits, _ in calls if name == path]
+        for each in found:
+            assert each[path, "attention_logit_max"][0] == max(float(largest) for largest, _, _ in own)
+            entropies = [sum(float(entropy) for _, entropy, _ in own), sum(count for _, _, count in own)]
+            assert each[path, "attention_entropy"].tolist() == pytest.approx(entropies, rel=1e-5)
+
+
+def test_channels_of_layers_of_different_width(deferred: None) -> None:
+    parts = Parts(CPU)
+    widths = {"a": 64, "b": 8, "c": 64}
+    for path, width in widths.items():
+        values = random(width)[..., :width]
+        parts.later(scalars.LAYER, (path,), [scalars.norm(values)], [float(values.numel())])
+        parts.channels(path, scalars.largest_of_channels(values))
+    found = values_of(parts)
+    for path, width in widths.items():
+        values = random(width)[..., :width]
+        pairs = outliers_of(values.abs().amax(dim=(0, 1))).tolist()
+        assert found[path, "outlier_channels"].tolist() == pytest.approx(
+            [*pairs, float(values.square().sum()), values.numel()]
+        )
+        assert found[path, "activation_max"][0] == pytest.approx(float(values.abs().max()))
 
 
 def test_an_output_that_was_written_to_is_no_known_input(deferred: None) -> None:
@@ -123,7 +184,7 @@ def test_what_is_not_finite_is_told_at_once_and_counted_next(deferred: None, bad
     assert not parts.counts
     layers_into(parts, [hidden])
     values = values_of(parts)
-    assert values[path, "not_finite"][kind] == 1 and values[path, "not_finite"][1 - kind] == 0
+    assert values[path, "not_finite"][kind] == 3 and values[path, "not_finite"][1 - kind] == 0
     assert not np.isfinite(values[path, "activation_max"][0])
     assert np.isinf(values[path, "outlier_channels"][1])
     assert told.is_set()
@@ -165,19 +226,29 @@ def test_another_call_at_the_same_place_is_no_known_input(deferred: None) -> Non
         assert before == pytest.approx(after)
 
 
-def test_calls_of_different_width_are_added_up(deferred: None) -> None:
+def test_ways_of_an_update_are_added_up(deferred: None) -> None:
     one, two = torch.tensor(1.0), torch.tensor(2.0)
     parts = Parts(CPU)
-    parts.later("a", "update_ratio", [one, one, one, two], scalars.update, (0.0, 1.0))
-    parts.later("a", "update_ratio", [one, one, one], scalars.update, (0.0, 2.0))
-    parts.later("a", "update_ratio", [one, one, one], scalars.update, (0.0, 2.0))
-    assert values_of(parts)["a", "update_ratio"].tolist() == [12.0, 27.0]
+    parts.later(scalars.UPDATE_BY_TENSOR, ("a",), [one, one, one, two], (0.0, 1.0))
+    parts.later(scalars.UPDATE, ("a", "b"), [one, one, one], (0.0, 2.0))
+    parts.later(scalars.UPDATE, ("b", "a"), [one, one, one], (0.0, 2.0))
+    found = values_of(parts)
+    assert found["a", "update_ratio"].tolist() == [12.0, 27.0]
+    assert found["b", "update_ratio"].tolist() == [8.0, 18.0]
 
 
-def test_a_scalar_of_several_entries_is_copied_once(deferred: None) -> None:
+def test_a_scalar_of_several_calls_is_copied_once(deferred: None) -> None:
     parts, one = Parts(CPU), torch.tensor(3.0)
-    parts.later("a", "weight_norm", [one], scalars.squares)
-    parts.later("b", "activation_rms", [one], scalars.squares, [2.0])
+    parts.later(scalars.WEIGHT, ("a",), [one])
+    parts.later(scalars.LAYER, ("b",), [one], [2.0])
     layout, vector, values = parts.taken()
     assert vector.numel() == 1 and values(vector.numpy()).tolist() == [9.0, 9.0, 2.0]
     assert [length for _, _, length in layout] == [1, 2]
+
+
+def test_a_maximum_that_is_not_a_number_stays(deferred: None) -> None:
+    parts = Parts(CPU)
+    for value in (1.0, float("nan"), 2.0):
+        parts.later(scalars.OUTPUT, ("a",), [torch.tensor(1.0), torch.tensor(value)], [4.0])
+    found = values_of(parts)
+    assert np.isnan(found["a", "activation_max"][0]) and found["a", "not_finite"].tolist() == [1.0, 0.0]
