@@ -114,7 +114,9 @@ class CudaBackend:
         torch.cuda.set_rng_state(state)
 
     def memory_allocated(self) -> int | None:
-        return torch.cuda.memory_allocated()
+        # memory_allocated() makes a sorted list of all statistics first.
+        found = torch.cuda.memory_stats_as_nested_dict().get("allocated_bytes", {}).get("all", {})
+        return int(found.get("current", 0))
 
     def max_memory_allocated(self) -> int | None:
         return torch.cuda.max_memory_allocated()

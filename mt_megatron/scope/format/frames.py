@@ -56,6 +56,9 @@ _DTYPES = {
     for name in ("float64", "float32", "float16", "int64", "int32", "int16", "uint8", "int8", "bool")
 }
 
+_NAMES = {np.dtype(name): name for name in _DTYPES}
+"""A dtype's own ``name`` takes as long as packing a small array."""
+
 
 class FrameError(MtMegatronError):
     """Bytes that are no frame."""
@@ -119,7 +122,7 @@ def _pack(value: Any) -> Any:
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, np.ndarray):
-        name = value.dtype.name
+        name = _NAMES.get(value.dtype) or value.dtype.name
         if name not in _DTYPES:
             raise TypeError(f"found an array of {name}; expected one of {', '.join(_DTYPES)}")
         array = np.ascontiguousarray(value, dtype=_DTYPES[name])

@@ -385,8 +385,12 @@ class _Maps:
         self._take = take
         self._cells = cells
         self._told = told
-        self._open: dict[int, tuple[int, int, int, int]] = {}
-        """Of the rows object (by identity): sample, micro-batch, first row of the frame, cell height."""
+        self._open: dict[int, tuple[int, int, int, int, bool]] = {}
+        """Of the rows object (by identity): sample, micro-batch, first row of the frame, cell height, and
+        whether the frame ends with it."""
+
+        self._begun: list[Tensor] = []
+        """Cells of a frame that has not ended, [heads, rows, columns] each."""
 
         length, size = take.place.seq_length, take.place.layout.cp
         self._height = self._width = -(-length // cells)
@@ -400,6 +404,7 @@ class _Maps:
     def wanted(self, inputs: AttentionInputs) -> list[Rows]:
         take = self._take
         self._open.clear()
+        self._begun.clear()
         samples = take.place.asked(take.request.samples, inputs.call.microbatch)
         heads = take.heads(inputs.heads)
         if not samples or not heads or inputs.query.dim() != 4:
@@ -426,7 +431,9 @@ class _Maps:
                         samples=slice(row, row + 1),
                         heads=slice(min(heads), max(heads) + 1),
                     )
-                    self._open[id(rows)] = (sample, inputs.call.microbatch, (first + begin) // step, step)
+                    # Cells are few: those of a stretch go into one frame.
+                    from_row, ends = (first + begin, True) if exact else (first, end == count)
+                    self._open[id(rows)] = (sample, inputs.call.microbatch, from_row // step, step, ends)
                     found.append(rows)
         return found
 
@@ -446,7 +453,7 @@ class _Maps:
 
     def found(self, inputs: AttentionInputs, rows: Rows, logits: Tensor) -> None:
         take = self._take
-        sample, microbatch, first, step = self._open[id(rows)]
+        sample, microbatch, first, step, ends = self._open[id(rows)]
         exact = take.request.tokens is not None
         # Queries that may attend to nothing; a NaN of a logit stays one.
         nothing = logits[0].amax(dim=-1, keepdim=True) == -torch.inf
@@ -455,7 +462,11 @@ class _Maps:
         height = width = 1
         if not exact:
             height, width = self._height, self._width
-            weights = _pooled(weights, height, width)
+            self._begun.append(_pooled(weights, height, width))
+            if not ends:
+                return
+            weights = torch.cat(self._begun, dim=1) if len(self._begun) > 1 else self._begun[0]
+            self._begun.clear()
         whole = take.rows if exact else -(-take.place.seq_length // height)
         low, heads = rows.heads.start, take.heads(inputs.heads)
         if len(heads) < weights.size(0):

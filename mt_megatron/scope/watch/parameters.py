@@ -31,6 +31,10 @@ MOST_COPIED = 64 * 2**20
 _PIECE = 2**24
 """Elements worked on at a time: what temporaries are as large as."""
 
+_TOGETHER = 2**25
+"""Elements worked on in the same kernels, on other devices than a CPU: two temporaries are as large as they
+are together."""
+
 _PIECE_OF_CPU = 2**18
 """The same on a CPU, whose cache then holds them."""
 
@@ -373,12 +377,17 @@ Rate = tuple[Any, Any]
 """Of Adam: what its direction is multiplied with, and what is added to the root: a number or a tensor []."""
 
 
+def _waits_for(step: Any) -> bool:
+    """Whether a look at the number would wait for the device."""
+    return isinstance(step, Tensor) and step.device.type != "cpu"
+
+
 def _rates(shares: Sequence[Share]) -> dict[int, Rate]:
     """Adam's rates of shares whose number of steps is on the device, all in few kernels."""
     alike: dict[tuple[float, ...], list[int]] = {}
     for index, share in enumerate(shares):
         step = share.inner.state.get(share.held, {}).get("step", share.group.get("step"))
-        if _rule(share) is _adamw and isinstance(step, Tensor) and step.device.type != "cpu":
+        if _rule(share) is _adamw and _waits_for(step):
             group = share.group
             key = (float(group["lr"]), *map(float, group["betas"]), float(group["eps"]))
             alike.setdefault(key, []).append(index)
@@ -403,7 +412,8 @@ def pieces_of(
     nothing of those whose optimizer's state does not tell an update. ``weights`` are the norms of the weights
     after it."""
     rates = _rates(shares)
-    together, size = list[tuple[int, slice]](), 0
+    # Numbers and tensors are not added by the same kernel.
+    waiting: dict[bool, list[tuple[int, slice]]] = {False: [], True: []}
     for index, share in enumerate(shares):
         rule, state = _rule(share), share.inner.state.get(share.held)
         if rule is None or not state:
@@ -414,12 +424,12 @@ def pieces_of(
                 direction, decay = rule(share, state, piece)
                 yield index, _scalars_of(share, piece, weights[index], direction), (decay, 1.0)
                 continue
-            if together and size + piece.stop - piece.start > _PIECE:
+            together = waiting[index in rates]
+            if sum(other.stop - other.start for _, other in (*together, (index, piece))) > _TOGETHER:
                 yield from _adamw_pieces(shares, together, weights, rates)
-                together, size = [], 0
+                together.clear()
             together.append((index, piece))
-            size += piece.stop - piece.start
-    if together:
+    for together in waiting.values():
         yield from _adamw_pieces(shares, together, weights, rates)
 
 
@@ -430,6 +440,8 @@ def _adamw_pieces(
     rates: dict[int, Rate],
 ) -> Iterator[tuple[int, list[Tensor], tuple[float, float]]]:
     """The same of ``pieces`` (number of a share, stretch of it) that Adam updated, in few kernels."""
+    if not pieces:
+        return
     of = [shares[index] for index, _ in pieces]
     states = [share.inner.state[share.held] for share in of]
     each_rate = [
@@ -441,14 +453,8 @@ def _adamw_pieces(
         for name in ("exp_avg", "exp_avg_sq")
     )
     directions = torch._foreach_sqrt(second)
-    added = [rate[1] for rate in each_rate]
-    if any(isinstance(each, Tensor) for each in added):
-        for direction, each in zip(directions, added, strict=True):
-            direction.add_(each)
-    else:
-        torch._foreach_add_(directions, added)
-    torch._foreach_reciprocal_(directions)
-    torch._foreach_mul_(directions, first)
+    torch._foreach_add_(directions, [rate[1] for rate in each_rate])
+    directions = torch._foreach_div(first, directions)
     norms = torch._foreach_norm(directions)
     for (index, piece), share, rate, direction, norm in zip(
         pieces, of, each_rate, directions, norms, strict=True

@@ -28,12 +28,14 @@ def norms(cases: dict[str, str]) -> dict[str, Any]:
     begin()
     found = {}
     for name, flags in cases.items():
-        pieces = parameters._PIECE
+        kept = {name: vars(parameters)[name] for name in ("_PIECE", "_TOGETHER", "_waits_for")}
         with deferred() if name.startswith("deferred") else nullcontext():
             if name.endswith("pieces"):
-                parameters._PIECE = 1000
+                parameters._PIECE, parameters._TOGETHER = 1000, 2500
+            if "steps on a device" in name:
+                parameters._waits_for = lambda step: isinstance(step, torch.Tensor)
             found[name] = _train(flags)
-        parameters._PIECE = pieces
+        vars(parameters).update(kept)
     return found
 
 

@@ -24,7 +24,7 @@ ONE = {
     **(FURTHER if DAILY else {}),
 }
 ONE |= {f"deferred_{name}": flags for name, flags in ONE.items()}
-ONE["deferred_pieces"] = _PLAIN
+ONE |= dict.fromkeys(("deferred_pieces", "deferred_steps on a device, pieces"), _PLAIN)
 TWO = {"zero1_bf16": f"{_PLAIN} {ZERO1} --bf16", "zero1": f"{_PLAIN} {ZERO1}"} if DAILY else {}
 TWO |= {f"deferred_{name}": flags for name, flags in TWO.items()}
 RELATIVE = 1e-3
