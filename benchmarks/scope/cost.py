@@ -26,12 +26,15 @@ Every block begins and ends when sidecar and clients rest: what connections that
 and the sidecar's backlog, is counted to no block. The sidecar's own processor time is reported, up to its
 rest.
 
+An arm's time is met where its estimate is no larger than the upper end of the A/A band (``band_of``).
+
 ``--minutes`` bounds the rounds; a measurement that is cut off is judged by what it had.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 from pathlib import Path
@@ -108,12 +111,24 @@ def _of_watching(found: dict[str, Any], about: dict[str, Any]) -> dict[str, str]
     }
 
 
+def band_of(control: dict[str, float]) -> tuple[float, float]:
+    """Percents between which a second control of as many pairs lies with 95 % probability.
+
+    The interval of a control says where its mean lies. An estimate beside it has an error of its own, as
+    large: of an arm that costs nothing it is above that interval's upper end once in twelve times.
+    """
+    middle = control["percent"]
+    low, high = (middle + math.sqrt(2.0) * (control[end] - middle) for end in ("low", "high"))
+    return low, high
+
+
 def _of_sidecars(found: dict[str, Any], about: dict[str, Any]) -> dict[str, str]:
     control, verdicts = found["drained again"], {}
     restless = _restless(control)
     for name in ENDED:
-        inside = found[name]["percent"] <= control["high"]
-        band = f"A/A band {control['low']:+.2f} to {control['high']:+.2f}"
+        low, high = band_of(control)
+        inside = found[name]["percent"] <= high
+        band = f"A/A band {low:+.2f} to {high:+.2f}"
         verdicts[f"{name}: time"] = restless or f"{'met' if inside else 'missed'} ({band})"
         growth, dropped = about["growth_mib"][name], about["dropped_frames"][name]
         small = f"({growth:+.1f} MiB, at most {MOST_GROWTH_MIB})"
@@ -128,8 +143,9 @@ def _of_browsers(found: dict[str, Any], about: dict[str, Any]) -> dict[str, str]
     verdicts = {}
     for name, of in LOOKING.items():
         control = found[of]
-        inside = found[name]["percent"] <= control["high"]
-        band = f"A/A band {control['low']:+.2f} to {control['high']:+.2f}"
+        low, high = band_of(control)
+        inside = found[name]["percent"] <= high
+        band = f"A/A band {low:+.2f} to {high:+.2f}"
         verdicts[f"{name}: time"] = restless or f"{'met' if inside else 'missed'} ({band})"
     small = f"({growth:+.1f} MiB, at most {MOST_GROWTH_MIB})"
     verdicts["memory"] = f"{'met' if growth <= MOST_GROWTH_MIB else 'missed'} {small}"

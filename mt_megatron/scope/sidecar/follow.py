@@ -288,13 +288,17 @@ class Follower:
             own = node.session(session)
             last = self._tensors.get(str(node.path), 0)
             rows = node.rows(
-                "SELECT tensor.id, step, text, what, microbatch, indices, shape FROM tensor "
+                "SELECT tensor.id, step, text, what, microbatch, shape, indices FROM tensor "
                 "JOIN path ON path.id = tensor.path WHERE session=? AND tensor.id>? "
                 "ORDER BY tensor.id LIMIT 1000",
                 (own, last),
             )
-            for number, step, path, what, microbatch, indices, shape in rows:
+            # Heads are tensors of their own: a notice of each would be most of what browsers are sent.
+            alike: dict[tuple[Any, ...], list[Any]] = {}
+            for number, *about, indices in rows:
                 self._tensors[str(node.path)] = number
+                alike.setdefault(tuple(about), []).append(json.loads(indices))
+            for (step, path, what, microbatch, shape), indices in alike.items():
                 self._publish(
                     {
                         "k": "tensor",
@@ -303,7 +307,7 @@ class Follower:
                         "path": path,
                         "what": what,
                         "microbatch": microbatch,
-                        "index": json.loads(indices),
+                        "indices": indices,
                         "shape": json.loads(shape),
                     }
                 )

@@ -7,7 +7,7 @@ Events are plain maps with the key ``k``:
 ======== =============================================================================================
 step     step, session, and the columns of ``Recording.steps`` as numbers (None: not known)
 stats    step, session, values [[path, statistic, value or None, partial], …]
-tensor   step, session, path, what, microbatch, index, shape: a tensor can be read
+tensor   step, session, path, what, microbatch, shape, indices: these tensors can be read
 tokens   step, session: tokens can be read
 alert    step, session, kind, path, statistic, value, low, high, text, time_ns
 dropped  source, rank, frames, bytes: sums since the session's start

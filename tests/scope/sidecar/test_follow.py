@@ -187,6 +187,41 @@ def test_a_step_that_lacks_ranks_waits_and_is_then_taken(
     writer.close()
 
 
+def test_heads_of_one_map_are_one_event(tmp_path: Path) -> None:
+    """With an entry for each tensor, each told once."""
+    shape = replace(SHAPE, steps=4, tensor_every=2, attention_tokens=32, attention_layers=1)
+    files = scope_files(tmp_path)
+    files.root.mkdir()
+    writer = Writer(files.node("a", 0), node=0, host="a", retain_bytes=1 << 26)
+    writer.tick([(rank, hello(shape, rank)) for rank in range(shape.world_size)])
+    events: list[Mapping[str, Any]] = []
+    follower = Follower(files, publish=events.append)
+    sent = set()
+    for step in range(1, 5):
+        frames = [
+            (rank, frame)
+            for rank in range(shape.world_size)
+            for frame in frames_of(shape, rank, step)
+            if frame["k"] == "tensor"
+        ]
+        writer.tick(frames)
+        sent |= {
+            (f["i"], f["path"], f["what"], f["microbatch"], json.dumps(f["index"], sort_keys=True))
+            for _, f in frames
+        }
+        follower.look()
+    follower.close()
+    writer.close()
+    told = [
+        (each["step"], each["path"], each["what"], each["microbatch"], json.dumps(index, sort_keys=True))
+        for each in events
+        if each["k"] == "tensor"
+        for index in each["indices"]
+    ]
+    assert sent and sorted(told) == sorted(sent)
+    assert sum(each["k"] == "tensor" for each in events) < len(told)
+
+
 def test_a_late_pipeline_stage_is_waited_for(tmp_path: Path) -> None:
     """One stage's values are written a tick before the other's: the sample is taken with both."""
     shape = replace(SHAPE, steps=8, interval=2, pp=2, layers=4, tensor_every=0, token_every=0)

@@ -89,6 +89,17 @@ def test_sidecars_are_judged_by_the_band_of_one_that_takes_everything(cost: Any)
     assert missed == {"frozen: time", "slow: memory", "frozen: drops", "slow: drops", "dead: drops"}
 
 
+def test_an_arm_that_costs_nothing_is_within_the_band(cost: Any) -> None:
+    """In 19 of 20 cases on both sides; the control's own interval holds it in 16 or 17."""
+    draw = np.random.default_rng(0)
+    controls, arms = draw.standard_normal((2, 4000))
+    bands = [cost.band_of({"percent": at, "low": at - 1.96, "high": at + 1.96}) for at in controls]
+    inside = [low <= arm <= high for (low, high), arm in zip(bands, arms, strict=True)]
+    assert 0.94 < np.mean(inside) < 0.96
+    assert 0.82 < np.mean(np.abs(arms - controls) <= 1.96) < 0.85
+    assert cost.band_of({"percent": 0.1, "low": -0.1, "high": 0.3})[1] < 0.39, "no wider than that"
+
+
 def test_browsers_are_judged_by_the_band_of_none_and_the_sidecars_time_is_shown(cost: Any) -> None:
     killed = "no browser, process killed"
     arms = {"no browser again": 0.0, killed: 2.0, "reading": 0.0, "frozen": -1.0, "slow": 3.0, "killed": 1.9}
