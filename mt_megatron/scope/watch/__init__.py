@@ -3,6 +3,7 @@
 requests        requests as text, and which modules they match
 sums            partial sums of a tensor, on its device
 scalars         results of single kernels that the host puts together
+deferred        scalars of a step's calls, kept on the device until its end
 parts           the partial sums of a step, copied to the host at once
 shares          which part of a tensor a rank answers for
 attention_rows  rows of attention computed again from captured queries and keys
