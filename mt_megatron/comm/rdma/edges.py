@@ -192,7 +192,7 @@ class Outgoing:
 
     def is_over(self) -> bool:
         """Whether every message has reached the receiver's memory."""
-        return not self._queue and self.ring.quiet()
+        return not self._queue and self.ring.delivered()
 
     def waiting(self) -> int:
         """Messages that are not staged, as the ring is full."""

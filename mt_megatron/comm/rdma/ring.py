@@ -65,9 +65,10 @@ class SendRing:
         self.credited += gained
         return gained
 
-    def quiet(self) -> bool:
-        """Whether every write is complete."""
-        return not any(self._unacknowledged)
+    def delivered(self) -> bool:
+        """Whether every fragment has reached the receiver's memory. One that was copied out there has, also
+        where its acknowledgement comes late: the peer's farewell may overtake it."""
+        return self.credited == self.sent or not any(self._unacknowledged)
 
 
 class ReceiveRing:

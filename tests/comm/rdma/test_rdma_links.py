@@ -292,6 +292,27 @@ def test_a_peer_that_closed_is_named_and_what_it_had_sent_arrives(pair: Pair) ->
         pair.ranks[0].post_recv(BACK, (1,), torch.float32).wait()
 
 
+def test_a_farewell_that_overtakes_an_acknowledgement_is_no_loss(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the peer has copied out has reached it, whenever the write's completion is seen."""
+    own = pair.queue_pair(0)
+    poll = own.poll
+    monkeypatch.setattr(own, "poll", lambda most: [each for each in poll(most) if each.is_receive])
+    expected = pair.ranks[1].post_recv(FORTH, (1,), torch.float32)
+    pair.ranks[0].post_send(FORTH, torch.tensor([5.0])).wait()
+    assert expected.wait().item() == 5.0
+    pair.ranks[1].finish()
+    pair.ranks[1].close()
+    link = pair.ranks[0]._links[1]
+    until = time.monotonic() + 10
+    while not link.closed_by_peer:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    pair.ranks[0].finish()
+    assert not link.is_quiet(), "the completion has not been seen"
+
+
 def test_an_own_port_that_is_down_is_not_the_peers_end(pair: Pair) -> None:
     pair.devices[0].is_active = False
     pair.network.is_cut = True
