@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import uuid
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -116,6 +116,17 @@ class Plan:
             dropped = self._dropped.setdefault(pipeline, {})
             for name in _TRIED_BY_AUTO if kind is None else (kind,):
                 dropped.setdefault(name, f"rank {rank}: {why}")
+
+    @property
+    def rounds(self) -> int:
+        """Attempts after which nothing but collectives is left in any pipeline, if every one fails."""
+        return len(kinds.KINDS) + len(self.pipelines)
+
+    def learn(self, failures: Mapping[int, Failure], attempt: int) -> None:
+        """Leave out what ``failures`` of ranks say, in the round ``attempt`` from 0. After as many rounds as
+        there are transports a pipeline that fails goes by collectives: pipelines may fail one at a time."""
+        for rank, failure in failures.items():
+            self.drop(rank, failure.kind if attempt < len(kinds.KINDS) else None, failure.why)
 
     def kind_of(self, edge: Edge) -> str:
         """The transport of ``edge``; the same for both directions."""
@@ -265,8 +276,7 @@ def _open(text: str, say: Say) -> StageExchange | None:
         seam.decided(plan.counts())
         return None
     failures: dict[int, Failure] = {}
-    # Each round that fails leaves at least one transport out.
-    for attempt in range(len(kinds.KINDS)):
+    for attempt in range(plan.rounds):
         made = (
             None if plan.is_upstreams(own) else _Channels(plan, groups, device, f"{ranks[0].token}/{attempt}")
         )
@@ -282,8 +292,7 @@ def _open(text: str, say: Say) -> StageExchange | None:
         if made is not None:
             made.exchange.abandon()
             made.exchange.close()
-        for rank, failure in failures.items():
-            plan.drop(rank, failure.kind, failure.why)
+        plan.learn(failures, attempt)
     failed = "; ".join(f"rank {rank}: {failure.why}" for rank, failure in failures.items())
     raise MtMegatronError(
         f"channels between neighbouring ranks could not be made ({failed}); take --p2p-transport collective"

@@ -11,7 +11,7 @@ import torch
 
 from mt_megatron.comm import kinds
 from mt_megatron.comm.bootstrap import Place
-from mt_megatron.comm.choice import Plan, Rank, choose
+from mt_megatron.comm.choice import Failure, Plan, Rank, choose
 from mt_megatron.comm.errors import TransportError
 from mt_megatron.comm.per_edge import PerEdgeTransport
 from mt_megatron.comm.transport import Edge
@@ -168,6 +168,19 @@ def test_a_transport_that_fails_is_left_out_of_its_pipelines() -> None:
     assert "no shm: rank 1: no descriptors are left" in plan.line()
     with pytest.raises(ConfigError, match="rank 1 on a: no descriptors"):
         Plan(job("a", "a", wish="shm")).drop(1, "shm", "no descriptors")
+
+
+def test_pipelines_that_fail_one_at_a_time_all_come_to_collectives() -> None:
+    """The worst order: in each round the first that still uses another transport, and that one alone."""
+    plan = Plan(job(*["a"] * 12, stages=2, verbs=True))
+    for attempt in range(plan.rounds):
+        failing = [first for first in range(0, 12, 2) if taken(plan, (first, first + 1)) != ["collective"]]
+        if not failing:
+            break
+        (kind,) = taken(plan, (failing[0], failing[0] + 1))
+        plan.learn({failing[0]: Failure(kind, "it fails", is_own=True)}, attempt)
+    assert attempt > 3, "more rounds than there are transports"
+    assert plan.counts() == {"collective": 6}
 
 
 def test_this_machine_says_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
