@@ -49,7 +49,8 @@ from paired_blocks import difference, ranks_of  # noqa: E402
 from recording import machine, record, table  # noqa: E402
 
 CONTROL_PERCENT = 0.5
-"""A control that differs by more makes the result inconclusive."""
+"""A control that differs by more, or an A/A band that reaches further to both sides on average, makes the
+result inconclusive."""
 
 INTERVAL = 20
 TARGETS = {"default, every 20 steps": 1.0, "attention live": 5.0}
@@ -124,7 +125,7 @@ def band_of(control: dict[str, float]) -> tuple[float, float]:
 
 def _of_sidecars(found: dict[str, Any], about: dict[str, Any]) -> dict[str, str]:
     control, verdicts = found["drained again"], {}
-    restless = _restless(control)
+    restless = _restless(control) or _wide(control)
     for name in ENDED:
         low, high = band_of(control)
         inside = found[name]["percent"] <= high
@@ -139,10 +140,10 @@ def _of_sidecars(found: dict[str, Any], about: dict[str, Any]) -> dict[str, str]
 
 def _of_browsers(found: dict[str, Any], about: dict[str, Any]) -> dict[str, str]:
     growth = about["growth_mib"]["all at once"]
-    restless = _restless(found[NOBODY])
     verdicts = {}
     for name, of in LOOKING.items():
         control = found[of]
+        restless = _restless(found[NOBODY]) or _wide(control)
         low, high = band_of(control)
         inside = found[name]["percent"] <= high
         band = f"A/A band {low:+.2f} to {high:+.2f}"
@@ -160,6 +161,13 @@ def _of_collectives(about: dict[str, Any]) -> str:
     if not unwatched:
         return "inconclusive: none was counted"
     return f"met (0 beside {unwatched} of a block)" if not any(added.values()) else f"missed ({added})"
+
+
+def _wide(control: dict[str, float]) -> str | None:
+    low, high = band_of(control)
+    if high - low > 2 * CONTROL_PERCENT:
+        return f"inconclusive: the A/A band is {low:+.2f} to {high:+.2f} %"
+    return None
 
 
 def _restless(control: dict[str, float]) -> str | None:

@@ -42,6 +42,9 @@ OTHERS_SECONDS = 2.0
 CLOSE_SECONDS = 15.0
 """At the end, for the last look: a sink may wait for its server."""
 
+MOST_INDICES = 256
+"""Tensors of one notice: the page's websocket cuts longer lists off."""
+
 MOST_STEPS = 256
 """Taken in one look."""
 
@@ -298,7 +301,12 @@ class Follower:
             for number, *about, indices in rows:
                 self._tensors[str(node.path)] = number
                 alike.setdefault(tuple(about), []).append(json.loads(indices))
-            for (step, path, what, microbatch, shape), indices in alike.items():
+            parts = [
+                (about, indices[first : first + MOST_INDICES])
+                for about, indices in alike.items()
+                for first in range(0, len(indices), MOST_INDICES)
+            ]
+            for (step, path, what, microbatch, shape), indices in parts:
                 self._publish(
                     {
                         "k": "tensor",

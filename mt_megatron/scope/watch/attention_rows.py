@@ -216,37 +216,46 @@ def row_statistics(logits: Tensor) -> tuple[Tensor, Tensor, int]:
 
 class RowScalars:
     """``row_statistics`` for ``Parts.later``. Logits of one form wait for each other: few kernels serve many
-    calls then."""
+    calls then. Where that fails ``told`` gets a line, and no rows of the step are looked at any more."""
 
-    def __init__(self, parts: Parts) -> None:
-        self._parts = parts
+    def __init__(self, told: Callable[[str], None]) -> None:
+        self._told = told
         self._waiting: list[tuple[str, Tensor]] = []
-        parts.at_end(self._give)
+        self._has_failed = False
 
-    def add(self, path: str, logits: Tensor, *, all_attend: bool) -> None:
+    def add(self, parts: Parts, path: str, logits: Tensor, *, all_attend: bool) -> None:
         """Take the logits of a call, which are this one's from here on; ``all_attend``: every row is known
         to attend to something."""
+        if self._has_failed:
+            return
         if not all_attend:
             largest, entropies, count = row_statistics(logits)
-            self._parts.later(ATTENTION, (path,), [largest, entropies], [float(count)])
+            parts.later(ATTENTION, (path,), [largest, entropies], [float(count)])
             return
         if self._waiting and self._waiting[0][1].shape != logits.shape:
-            self._give()
+            self.give(parts)
         self._waiting.append((path, logits))
         if len(self._waiting) * logits.numel() >= MOST_WAITING:
-            self._give()
+            self.give(parts)
 
-    def _give(self) -> None:
+    def give(self, parts: Parts) -> None:
+        """Give what waits to ``parts``."""
         waiting, self._waiting = self._waiting, []
-        if not waiting:
+        if not waiting or self._has_failed:
             return
-        logits = torch.stack([each for _, each in waiting])
-        largest = logits.flatten(1).amax(dim=1).unbind()
-        probabilities = torch.softmax(logits, dim=-1)
-        entropies = torch.special.entr(probabilities, out=probabilities).flatten(1).sum(dim=1).unbind()
+        try:
+            logits = torch.stack([each for _, each in waiting])
+            largest = logits.flatten(1).amax(dim=1).unbind()
+            probabilities = torch.softmax(logits, dim=-1)
+            entropies = torch.special.entr(probabilities, out=probabilities).flatten(1).sum(dim=1).unbind()
+        except Exception as error:  # noqa: BLE001 - the rows are of several layers, and all else is recorded
+            self._has_failed = True
+            parts.leave_out(ATTENTION)
+            self._told(f"{type(error).__name__}: {error}")
+            return
         count = float(waiting[0][1][..., 0].numel())
         for (path, _), *found in zip(waiting, largest, entropies, strict=True):
-            self._parts.later(ATTENTION, (path,), found, [count])
+            parts.later(ATTENTION, (path,), found, [count])
 
 
 def _config(module: nn.Module) -> object:

@@ -87,7 +87,9 @@ class Defaults:
         for path, module in self._modules:
             after = partial(_activation, parts, self._place, path)
             opened.append(taps.watch(module, after=after, live=True, told=told))
-        together = RowScalars(parts) if parts.defers else None
+        together = RowScalars(told) if parts.defers else None
+        if together is not None:
+            parts.at_end(together.give)
         for path, layer in self._attention:
             found = partial(_attention, parts, together, path)
             opened += watch_rows(layer, self._rows_of, found, told=told)
@@ -221,7 +223,7 @@ def _attention(
         return
     if together is not None:
         all_attend = inputs.mask is None and inputs.cu_seqlens is None and inputs.window is None
-        together.add(path, logits, all_attend=all_attend)
+        together.add(parts, path, logits, all_attend=all_attend)
         return
     largest, entropies, count = row_statistics(logits)
     parts.largest(path, "attention_logit_max", largest)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -45,7 +45,6 @@ class Deferred:
     def __init__(self) -> None:
         self._calls: dict[Family, _Calls] = {}
         self._channels: dict[str, _Channels] = {}
-        self._at_end: list[Callable[[], None]] = []
 
     def keep(
         self, family: Family, paths: Sequence[str], scalars: Sequence[Tensor], known: Sequence[float]
@@ -69,16 +68,13 @@ class Deferred:
         else:
             found.maxima = torch.maximum(found.maxima, maxima)
 
-    def at_end(self, action: Callable[[], None]) -> None:
-        """Call ``action`` before anything is taken: it may keep more."""
-        self._at_end.append(action)
+    def leave_out(self, family: Family) -> None:
+        """Forget the calls of ``family``."""
+        self._calls.pop(family, None)
 
     def taken(self, *, counts: bool) -> Taken:
         """Everything, which is forgotten here: what waits for a sidecar would keep memory of the device.
         ``counts``: elements that are not finite are counted elsewhere."""
-        actions, self._at_end = self._at_end, []
-        for action in actions:
-            action()
         taken = Taken(self._calls, self._channels, counts=counts)
         self._calls, self._channels = {}, {}
         return taken

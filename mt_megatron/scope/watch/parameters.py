@@ -413,7 +413,7 @@ def pieces_of(
     after it."""
     rates = _rates(shares)
     # Numbers and tensors are not added by the same kernel.
-    waiting: dict[bool, list[tuple[int, slice]]] = {False: [], True: []}
+    waiting = {on_device: _Together() for on_device in (False, True)}
     for index, share in enumerate(shares):
         rule, state = _rule(share), share.inner.state.get(share.held)
         if rule is None or not state:
@@ -425,12 +425,29 @@ def pieces_of(
                 yield index, _scalars_of(share, piece, weights[index], direction), (decay, 1.0)
                 continue
             together = waiting[index in rates]
-            if sum(other.stop - other.start for _, other in (*together, (index, piece))) > _TOGETHER:
-                yield from _adamw_pieces(shares, together, weights, rates)
-                together.clear()
-            together.append((index, piece))
+            if together.size + piece.stop - piece.start > _TOGETHER:
+                yield from _adamw_pieces(shares, together.taken(), weights, rates)
+            together.add(index, piece)
     for together in waiting.values():
-        yield from _adamw_pieces(shares, together, weights, rates)
+        yield from _adamw_pieces(shares, together.taken(), weights, rates)
+
+
+class _Together:
+    """Pieces that share kernels: numbers of shares, and stretches of them."""
+
+    def __init__(self) -> None:
+        self._pieces: list[tuple[int, slice]] = []
+        self.size = 0
+        """Elements."""
+
+    def add(self, index: int, piece: slice) -> None:
+        self._pieces.append((index, piece))
+        self.size += piece.stop - piece.start
+
+    def taken(self) -> list[tuple[int, slice]]:
+        """All of them, which are forgotten here."""
+        pieces, self._pieces, self.size = self._pieces, [], 0
+        return pieces
 
 
 def _adamw_pieces(

@@ -38,6 +38,7 @@ class Parts:
         self._dtype = wide_float(device)
         self._entries: dict[tuple[str, str], _Entry] = {}
         self._deferred = Deferred()
+        self._at_end: list[Callable[[Parts], None]] = []
         self._not_finite = not_finite or threading.Event()
         self.defers = defers(device)
         """True where callers should prefer ``later``."""
@@ -72,9 +73,13 @@ class Parts:
         them and of the numbers ``known``, for each of ``paths``."""
         self._deferred.keep(family, paths, scalars, known)
 
-    def at_end(self, action: Callable[[], None]) -> None:
-        """Call ``action`` before the parts are taken: it may give more with ``later``."""
-        self._deferred.at_end(action)
+    def leave_out(self, family: Family) -> None:
+        """Forget the calls of ``family``: some are missing."""
+        self._deferred.leave_out(family)
+
+    def at_end(self, action: Callable[[Parts], None]) -> None:
+        """Call ``action`` with this before the parts are taken: it may give more with ``later``."""
+        self._at_end.append(action)
 
     def channels(self, path: str, maxima: Tensor) -> None:
         """Take in ``scalars.largest_of_channels`` of a layer's output, whose norm ``scalars.LAYER`` has:
@@ -102,6 +107,8 @@ class Parts:
     def taken(self) -> tuple[Layout, Tensor, Callable[[Values], Values]]:
         """The layout, a vector on the device, and what makes the frame's values of its copy on the host.
         Takes what is deferred: called once."""
+        for action in self._at_end:
+            action(self)
         deferred = self._deferred.taken(counts=self.counts)
         entries = list(self._entries.items())
         pieces = [entry.device(self._dtype) for _, entry in entries]

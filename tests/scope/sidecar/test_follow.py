@@ -21,6 +21,7 @@ from mt_megatron.scope.sidecar import follow
 from mt_megatron.scope.sidecar.follow import Follower
 from mt_megatron.scope.sidecar.keeper import Keeper
 from mt_megatron.scope.sidecar.sidecar import taken_before
+from mt_megatron.scope.web.live import small
 from tests.scope.synthetic import RunShape, frames_of, hello, schema, stats_frame, step_frame, write_run
 
 SHAPE = RunShape(steps=40, interval=1, tp=1, pp=1, layers=2, tensor_every=20, token_every=20, tokens=64)
@@ -187,8 +188,10 @@ def test_a_step_that_lacks_ranks_waits_and_is_then_taken(
     writer.close()
 
 
-def test_heads_of_one_map_are_one_event(tmp_path: Path) -> None:
-    """With an entry for each tensor, each told once."""
+@pytest.mark.parametrize("most", [1, 256])
+def test_heads_of_one_map_are_one_event(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    """With an entry for each tensor, each told once; of many tensors there are several."""
+    monkeypatch.setattr(follow, "MOST_INDICES", most)
     shape = replace(SHAPE, steps=4, tensor_every=2, attention_tokens=32, attention_layers=1)
     files = scope_files(tmp_path)
     files.root.mkdir()
@@ -219,7 +222,8 @@ def test_heads_of_one_map_are_one_event(tmp_path: Path) -> None:
         for index in each["indices"]
     ]
     assert sent and sorted(told) == sorted(sent)
-    assert sum(each["k"] == "tensor" for each in events) < len(told)
+    notices = [len(small(each)["indices"]) for each in events if each["k"] == "tensor"]
+    assert sum(notices) == len(told) and max(notices) == min(most, 2)
 
 
 def test_a_late_pipeline_stage_is_waited_for(tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any
@@ -130,9 +132,10 @@ def test_attention_rows_of_several_calls_together(deferred: None, monkeypatch: p
     for most in (1, 2 * 8 * 2 * 64, 2**22):
         monkeypatch.setattr(attention_rows, "MOST_WAITING", most)
         parts = Parts(CPU)
-        together = attention_rows.RowScalars(parts)
+        together = attention_rows.RowScalars(print)
+        parts.at_end(together.give)
         for path, logits, all_attend in calls:
-            together.add(path, logits.clone(), all_attend=all_attend)
+            together.add(parts, path, logits.clone(), all_attend=all_attend)
         found.append(values_of(parts))
     for path in "ab":
         own = [attention_rows.row_statistics(logits) for name, logits, _ in calls if name == path]
@@ -140,6 +143,44 @@ def test_attention_rows_of_several_calls_together(deferred: None, monkeypatch: p
             assert each[path, "attention_logit_max"][0] == max(float(largest) for largest, _, _ in own)
             entropies = [sum(float(entropy) for _, entropy, _ in own), sum(count for _, _, count in own)]
             assert each[path, "attention_entropy"].tolist() == pytest.approx(entropies, rel=1e-5)
+
+
+def test_attention_rows_that_fail_cost_nothing_else(deferred: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No part of them is told as if it were all."""
+    parts, lines = Parts(CPU), list[str]()
+    together = attention_rows.RowScalars(lines.append)
+    parts.at_end(together.give)
+    parts.later(scalars.WEIGHT, ("a",), [torch.tensor(3.0)])
+    together.add(parts, "a", random(1), all_attend=True)
+    together.give(parts)
+
+    def no_memory(*args: Any, **options: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(torch, "softmax", no_memory)
+    together.add(parts, "b", random(2), all_attend=True)
+    together.add(parts, "a", random(3)[:4], all_attend=True)
+    assert lines == ["RuntimeError: out of memory"]
+    monkeypatch.undo()
+    monkeypatch.setattr(parts_module, "defers", lambda device: True)
+    together.add(parts, "a", random(4), all_attend=True)
+    assert values_of(parts).keys() == {("a", "weight_norm")} and len(lines) == 1
+
+
+def test_what_is_never_taken_goes_at_once(deferred: None) -> None:
+    """A step that raised an error leaves its logits to nobody."""
+    parts = Parts(CPU)
+    together = attention_rows.RowScalars(print)
+    parts.at_end(together.give)
+    logits = random(1)
+    gone = weakref.ref(logits)
+    together.add(parts, "a", logits, all_attend=True)
+    gc.disable()
+    try:
+        del parts, together, logits
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 def test_channels_of_layers_of_different_width(deferred: None) -> None:
