@@ -65,7 +65,8 @@ def _import(
     level: int = 0,
 ) -> Any:
     module = _real(name, globals, locals, fromlist, level)
-    if globals is None:
+    # Our own modules see the truth, whoever watches; some of their functions run often.
+    if globals is None or str(globals.get("__name__")).startswith("mt_megatron."):
         return module
     # A function's statements pass no locals.
     viewers, in_function = _viewers, locals is None

@@ -1,4 +1,8 @@
-"""Rotary position embedding in three passes over memory, where upstream's expression makes six each way."""
+"""Rotary position embedding in three passes over memory, where upstream's expression makes six each way.
+
+Cosines and sines of angles are computed once for all layers, queries and keys that get the same tensor of
+angles: on a GPU a small kernel takes as long as its launch, and they are five of eight.
+"""
 
 from __future__ import annotations
 
@@ -23,24 +27,55 @@ def rotate(t: Tensor, freqs: Tensor, rotary_interleaved: bool = False, factor: f
     return torch.cat((rotated, rest), dim=-1) if rest.shape[-1] else rotated
 
 
+MOST_KEPT = 2**22
+"""Angles whose cosines and sines are kept, 8 MB in bf16 each: with longer sequences launches do not count."""
+
+_KEPT = "_mt_megatron_rotation"
+
+
 class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, t: Tensor, freqs: Tensor, interleaved: bool, factor: float) -> Tensor:
         ctx.save_for_backward(freqs)
         ctx.interleaved, ctx.factor = interleaved, factor
-        first, second = _members(_scaled(torch.sin(freqs), factor), interleaved)
-        cosines = _scaled(torch.cos(freqs), factor)
-        return _combined(t, cosines, _joined(-first, second, interleaved), interleaved)
+        return _combined(t, *_tables(freqs, t.dtype, interleaved, factor, back=False), interleaved)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (freqs,) = ctx.saved_tensors
-        first, second = _members(_scaled(torch.sin(freqs), ctx.factor), ctx.interleaved)
-        cosines = _scaled(torch.cos(freqs), ctx.factor)
-        # The transposed rotation: each member's sine multiplies the other member's gradient.
-        sines = _joined(second, -first, ctx.interleaved)
+        cosines, sines = _tables(freqs, grad.dtype, ctx.interleaved, ctx.factor, back=True)
         return _combined(grad, cosines, sines, ctx.interleaved), None, None, None
+
+
+def _tables(
+    freqs: Tensor, dtype: torch.dtype, interleaved: bool, factor: float, *, back: bool
+) -> tuple[Tensor, Tensor]:
+    """``_made``, kept with ``freqs`` for as long as these live and are not written to."""
+    if freqs.numel() > MOST_KEPT or freqs.is_inference() or _is_captured(freqs.device):
+        return _made(freqs, dtype, interleaved, factor, back=back)
+    kept: dict[Any, tuple[int, Tensor, Tensor]] = vars(freqs).setdefault(_KEPT, {})
+    key = dtype, interleaved, factor, back
+    found = kept.get(key)
+    if found is None or found[0] != freqs._version:
+        made = _made(freqs, dtype, interleaved, factor, back=back)
+        found = kept[key] = freqs._version, *made
+    return found[1], found[2]
+
+
+def _is_captured(device: torch.device) -> bool:
+    """Whether a graph is being captured: its tensors hold nothing before it is replayed."""
+    asked = getattr(getattr(torch, device.type, None), "is_current_stream_capturing", None)
+    return asked is not None and bool(asked())
+
+
+def _made(
+    freqs: Tensor, dtype: torch.dtype, interleaved: bool, factor: float, *, back: bool
+) -> tuple[Tensor, Tensor]:
+    """Cosines, and sines as they multiply the other member of a pair; ``back``: of the transposed rotation."""
+    first, second = _members(_scaled(torch.sin(freqs), factor), interleaved)
+    sines = _joined(second, -first, interleaved) if back else _joined(-first, second, interleaved)
+    return _scaled(torch.cos(freqs), factor).to(dtype), sines.to(dtype)
 
 
 def _scaled(values: Tensor, factor: float) -> Tensor:
@@ -53,7 +88,7 @@ def _combined(t: Tensor, cosines: Tensor, sines: Tensor, interleaved: bool) -> T
         partner = t.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
     else:
         partner = torch.roll(t, t.shape[-1] // 2, dims=-1)
-    return (t * cosines.to(t.dtype)).addcmul_(partner, sines.to(t.dtype))
+    return (t * cosines).addcmul_(partner, sines)
 
 
 def _members(values: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:

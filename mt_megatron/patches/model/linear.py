@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -34,12 +35,9 @@ def linear_with_grad_accumulation_and_async_allreduce(
     ``async_grad_allreduce`` means nothing, as upstream; its warning is dropped, since its own layers
     pass the argument every time.
     """
-    from mt_megatron.layers.linear import TensorParallelLinear
-
     if input.is_cuda and (sequence_parallel or allreduce_dgrad):
         _advise_on_connections()
-    apply: Callable[..., Any] = TensorParallelLinear.apply
-    return apply(
+    return _applied()(
         input,
         weight,
         bias,
@@ -49,6 +47,15 @@ def linear_with_grad_accumulation_and_async_allreduce(
         grad_output_buffer,
         wgrad_deferral_limit,
     )
+
+
+@cache
+def _applied() -> Callable[..., Any]:
+    """Imported late, once: a statement in the function itself would cost each call some microseconds."""
+    from mt_megatron.layers.linear import TensorParallelLinear
+
+    apply: Callable[..., Any] = TensorParallelLinear.apply
+    return apply
 
 
 def _advise_on_connections() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 from mt_megatron.backends.base import Backend
@@ -9,9 +11,15 @@ from mt_megatron.patching.spec import Patch
 
 
 def _apply_rotary_pos_emb_bshd(t: Any, freqs: Any, rotary_interleaved: bool = False) -> Any:
+    return _rotate()(t, freqs, rotary_interleaved)
+
+
+@cache
+def _rotate() -> Callable[..., Any]:
+    """Imported late, once: a statement in the function itself would cost each call some microseconds."""
     from mt_megatron.layers.rope.rotation import rotate
 
-    return rotate(t, freqs, rotary_interleaved)
+    return rotate
 
 
 def patches(backend: Backend) -> list[Patch]:

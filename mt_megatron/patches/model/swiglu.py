@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 from mt_megatron.backends.base import Backend
@@ -15,11 +16,17 @@ def _bias_swiglu_impl(backend: Backend) -> Callable[..., Any]:
     def bias_swiglu_impl(input: Any, bias: Any, fp8_input_store: bool = False) -> Any:
         if vendor is not None and not fp8_input_store:
             return vendor(input if bias is None else input + bias)
-        from mt_megatron.layers.swiglu import bias_swiglu
-
-        return bias_swiglu(input, bias, fp8_input_store)
+        return _bias_swiglu()(input, bias, fp8_input_store)
 
     return bias_swiglu_impl
+
+
+@cache
+def _bias_swiglu() -> Callable[..., Any]:
+    """Imported late, once: a statement in the function itself would cost each call some microseconds."""
+    from mt_megatron.layers.swiglu import bias_swiglu
+
+    return bias_swiglu
 
 
 def patches(backend: Backend) -> list[Patch]:

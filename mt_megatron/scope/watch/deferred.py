@@ -19,12 +19,17 @@ Key = tuple[str, str]
 
 _PAIRS = 2 * OUTLIERS
 
+MOST_SINGLE = 4096
+"""Scalars that are tensors of their own: an allocator may give each 512 bytes."""
+
 
 @dataclass
 class _Calls:
     """Calls of one family."""
 
-    scalars: list[Tensor] = field(default_factory=list)
+    places: list[int] = field(default_factory=list)
+    """Numbers of its scalars among all, call by call."""
+
     known: list[float] = field(default_factory=list)
     count: int = 0
     paths: list[str] = field(default_factory=list)
@@ -40,11 +45,20 @@ class _Channels:
 
 
 class Deferred:
-    """What ``Parts`` defers. Calls cost two list entries each; everything else is done once a step."""
+    """What ``Parts`` defers. Calls cost a few list entries each; all else is done once a step."""
 
     def __init__(self) -> None:
         self._calls: dict[Family, _Calls] = {}
         self._channels: dict[str, _Channels] = {}
+        self._single: list[Tensor] = []
+        self._numbers: dict[int, int] = {}
+        """Of ``_single``, by identity, among all scalars."""
+
+        self._joined: list[Tensor] = []
+        """Scalars before those."""
+
+        self._count = 0
+        """Of ``_joined``'s."""
 
     def keep(
         self, family: Family, paths: Sequence[str], scalars: Sequence[Tensor], known: Sequence[float]
@@ -53,12 +67,26 @@ class Deferred:
         calls = self._calls.get(family)
         if calls is None:
             calls = self._calls[family] = _Calls()
-        calls.scalars += scalars
+        if len(self._single) + len(scalars) > MOST_SINGLE:
+            self._join()
+        for scalar in scalars:
+            # Of several calls' scalars one may be the same tensor: it is copied once.
+            number = self._numbers.setdefault(id(scalar), self._count + len(self._single))
+            if number == self._count + len(self._single):
+                self._single.append(scalar)
+            calls.places.append(number)
         calls.known += known
         for path in paths:
             calls.paths.append(path)
             calls.of.append(calls.count)
         calls.count += 1
+
+    def _join(self) -> None:
+        if self._single:
+            each_float = (each if each.dtype is torch.float32 else each.float() for each in self._single)
+            self._joined.append(torch.stack(list(each_float)))
+        self._count += len(self._single)
+        self._single, self._numbers = [], {}
 
     def channels(self, path: str, maxima: Tensor) -> None:
         """Take in ``scalars.largest_of_channels`` of a layer's output, whose norm is kept in ``LAYER``."""
@@ -75,30 +103,30 @@ class Deferred:
     def taken(self, *, counts: bool) -> Taken:
         """Everything, which is forgotten here: what waits for a sidecar would keep memory of the device.
         ``counts``: elements that are not finite are counted elsewhere."""
-        taken = Taken(self._calls, self._channels, counts=counts)
-        self._calls, self._channels = {}, {}
+        self._join()
+        taken = Taken(self._calls, self._channels, self._joined, counts=counts)
+        self._calls, self._channels, self._joined, self._count = {}, {}, [], 0
         return taken
 
 
 class Taken:
     """Vectors on the device, and how the host makes parts of their copies."""
 
-    def __init__(self, calls: dict[Family, _Calls], channels: dict[str, _Channels], *, counts: bool) -> None:
+    def __init__(
+        self,
+        calls: dict[Family, _Calls],
+        channels: dict[str, _Channels],
+        scalars: Sequence[Tensor],
+        *,
+        counts: bool,
+    ) -> None:
+        """``scalars``: vectors, in the order of the calls' places."""
         self.lengths: dict[Key, int] = {}
         """Of the parts."""
 
         self._places: list[tuple[Family, NDArray[np.int64], Values, list[str], NDArray[np.int64]]] = []
-        numbers: dict[int, int] = {}
-        scalars: list[Tensor] = []
         for family, each in calls.items():
-            places = []
-            for scalar in each.scalars:
-                # Of several calls' scalars one may be the same tensor: it is copied once.
-                number = numbers.setdefault(id(scalar), len(scalars))
-                if number == len(scalars):
-                    scalars.append(scalar)
-                places.append(number)
-            at = np.asarray(places, np.int64).reshape(each.count, -1)
+            at = np.asarray(each.places, np.int64).reshape(each.count, -1)
             known = np.asarray(each.known, np.float64).reshape(each.count, -1)
             self._places.append((family, at, known, each.paths, np.asarray(each.of, np.int64)))
             paths = dict.fromkeys(each.paths)
@@ -117,10 +145,14 @@ class Taken:
             self.lengths |= {(path, "activation_max"): 1, (path, "outlier_channels"): _PAIRS + 2}
             if not counts:
                 self.lengths[path, "not_finite"] = 2
-        if scalars:
-            self.vectors.append(
-                torch.stack([each if each.dtype is torch.float32 else each.float() for each in scalars])
-            )
+        self.vectors += scalars
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it keeps on the host, beside the copy."""
+        return sum(
+            at.nbytes + known.nbytes + of.nbytes + 8 * len(paths) for _, at, known, paths, of in self._places
+        )
 
     def add(self, copy: Values, first: dict[Key, int], values: Values) -> None:
         """Add the parts to ``values``, each from its place ``first``, made of the copied ``vectors``."""

@@ -109,7 +109,7 @@ class Outbox:
             about = {"k": "stats", "i": iteration, "perturbed": perturbed, "attempt": attempt}
             return [about | {"beside": beside, "id": schema, "values": found}]
 
-        self._sender.put(Parcel(frames=frames, size=_size([vector]) + _ABOUT))
+        self._sender.put(Parcel(frames=frames, size=_size([vector]) + parts.nbytes + _ABOUT))
 
     def tensors(self, iteration: int, tensors: Tensors, perturbed: str | None) -> None:
         """The step's tensors; what was left out of them counts as dropped."""

@@ -43,6 +43,9 @@ class Parts:
         self.defers = defers(device)
         """True where callers should prefer ``later``."""
 
+        self.nbytes = 0
+        """Bytes of the host that what ``taken`` returned keeps, beside the copy."""
+
         self.counts = self._not_finite.is_set()
         """True where elements that are not finite are counted, though results are deferred: they were some in
         the sampled step before."""
@@ -133,6 +136,7 @@ class Parts:
         counted = [first[key] + n for key in first if key[1] == "not_finite" for n in (0, 1)]
         # What waits for a sidecar would keep them, and with them memory of the device.
         deferred.vectors.clear()
+        self.nbytes = deferred.nbytes
         for _, entry in entries:
             entry.release()
 

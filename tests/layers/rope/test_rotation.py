@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from mt_megatron.layers.rope import rotation
 from mt_megatron.layers.rope.rotation import rotate
 
 S, B, N, D = 12, 2, 3, 8
@@ -68,3 +73,61 @@ def test_halves_may_turn_by_different_angles() -> None:
     first, second = t.chunk(2, -1)
     expected = t * freqs.cos() + torch.cat((-second, first), -1) * freqs.sin()
     torch.testing.assert_close(rotate(t, freqs), expected)
+
+
+class Operations(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, call: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found[call.__name__.split(".")[0]] += 1
+        return call(*args, **(kwargs or {}))
+
+
+def turned(freqs: Tensor, dtype: torch.dtype = torch.float32, factor: float = 1.0) -> list[Tensor]:
+    """Queries that are rotated, and a gradient that is rotated back."""
+    t = queries(dtype).detach().requires_grad_()
+    found = rotate(t, freqs, factor=factor)
+    found.backward(queries(dtype) + 1)
+    assert t.grad is not None
+    return [found.detach(), t.grad]
+
+
+def test_angles_are_looked_up_once() -> None:
+    freqs = angles().float()
+    with Operations() as operations:
+        first = turned(freqs)
+        assert operations.found["sin"] == operations.found["cos"] == 2, "forward and back"
+        again = turned(freqs)
+        assert operations.found["sin"] == 2
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    anew = turned(freqs.clone())
+    assert all(torch.equal(a, b) for a, b in zip(first, anew, strict=True))
+
+
+def test_what_is_kept_is_that_of_the_angles_dtype_and_factor() -> None:
+    freqs = angles().float()
+    turned(freqs)
+    for change in ({"dtype": torch.bfloat16}, {"factor": 0.5}):
+        for found, expected in zip(turned(freqs, **change), turned(freqs.clone(), **change), strict=True):
+            assert found.dtype == expected.dtype and torch.equal(found, expected)
+    freqs.mul_(2.0)
+    for found, expected in zip(turned(freqs), turned(freqs.clone()), strict=True):
+        assert torch.equal(found, expected), "angles that were written to"
+
+
+def test_long_sequences_and_inference_keep_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    with torch.inference_mode():
+        freqs = angles().float()
+        rotate(queries(torch.float32), freqs)
+    assert not vars(freqs)
+    long = angles().float()
+    monkeypatch.setattr(rotation, "MOST_KEPT", long.numel() - 1)
+    turned(long)
+    assert not vars(long)
+    captured = angles().float()
+    monkeypatch.setattr(rotation, "MOST_KEPT", captured.numel())
+    monkeypatch.setattr(rotation, "_is_captured", lambda device: True)
+    turned(captured)
+    assert not vars(captured)

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mt_megatron.parallel.rank_layout import RankLayout
 from mt_megatron.scope.watch import attention_rows, scalars
+from mt_megatron.scope.watch import deferred as deferred_module
 from mt_megatron.scope.watch import parts as parts_module
 from mt_megatron.scope.watch.attention_rows import Rows, products
 from mt_megatron.scope.watch.defaults import _activation, _Layer
@@ -284,7 +285,25 @@ def test_a_scalar_of_several_calls_is_copied_once(deferred: None) -> None:
     parts.later(scalars.LAYER, ("b",), [one], [2.0])
     layout, vector, values = parts.taken()
     assert vector.numel() == 1 and values(vector.numpy()).tolist() == [9.0, 9.0, 2.0]
+    assert parts.nbytes == 2 * (8 + 8 + 8) + 8, "places, calls and paths, and one known number"
     assert [length for _, _, length in layout] == [1, 2]
+
+
+def test_many_scalars_are_joined_meanwhile(deferred: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors of one number take more memory than it: few are kept, and each call keeps its own."""
+    monkeypatch.setattr(deferred_module, "MOST_SINGLE", 5)
+    parts, one = Parts(CPU), torch.tensor(2.0)
+    for number in range(1, 8):
+        kept = torch.tensor(float(number))
+        parts.later(scalars.GROWTH, ("a",), [kept, one])
+        parts.later(scalars.WEIGHT, ("a", "b"), [kept])
+        gone = weakref.ref(kept)
+        del kept
+        assert len(parts._deferred._single) <= 5
+    assert gone() is not None, "the last few wait"
+    found = values_of(parts)
+    assert found["a", "residual_growth"].tolist() == [140.0, 28.0]
+    assert found["a", "weight_norm"].tolist() == found["b", "weight_norm"].tolist() == [140.0]
 
 
 def test_a_maximum_that_is_not_a_number_stays(deferred: None) -> None:
