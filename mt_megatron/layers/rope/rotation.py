@@ -72,7 +72,7 @@ def _is_captured(device: torch.device) -> bool:
 def _made(
     freqs: Tensor, dtype: torch.dtype, interleaved: bool, factor: float, *, back: bool
 ) -> tuple[Tensor, Tensor]:
-    """Cosines, and sines as they multiply the other member of a pair; ``back``: of the transposed rotation."""
+    """Cosines, and sines as they multiply the other member of a pair; ``back``: of the rotation back."""
     first, second = _members(_scaled(torch.sin(freqs), factor), interleaved)
     sines = _joined(second, -first, interleaved) if back else _joined(-first, second, interleaved)
     return _scaled(torch.cos(freqs), factor).to(dtype), sines.to(dtype)
