@@ -126,6 +126,7 @@ class RecordingCuda:
         return {
             "is_available": lambda: self.available and self.devices > 0,
             "is_initialized": lambda: True,
+            "is_current_stream_capturing": lambda: False,
             "device_count": lambda: self.devices if self.available else 0,
             "current_device": lambda: self.current,
             "set_device": set_device,
@@ -139,6 +140,9 @@ class RecordingCuda:
             "get_rng_state": lambda device="cuda": generator().get_state(),
             "set_rng_state": lambda new_state, device="cuda": generator().set_state(new_state),
             "memory_allocated": lambda device=None: 3 * GIB,
+            "memory_stats_as_nested_dict": lambda device=None: {
+                "allocated_bytes": {"all": {"current": 3 * GIB}}
+            },
             "max_memory_allocated": lambda device=None: 5 * GIB,
             "memory_reserved": lambda device=None: 6 * GIB,
             "memory_stats": lambda device=None: {"allocated_bytes.all.current": 3 * GIB},

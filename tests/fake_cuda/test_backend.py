@@ -55,7 +55,7 @@ METHODS: dict[str, tuple[Callable[[CudaBackend], Any], Any, list[str]]] = {
         None,
         ["set_rng_state", "default_generators.set_state"],
     ),
-    "memory_allocated": (lambda b: b.memory_allocated(), 3 * GIB, ["memory_allocated"]),
+    "memory_allocated": (lambda b: b.memory_allocated(), 3 * GIB, ["memory_stats_as_nested_dict"]),
     "max_memory_allocated": (lambda b: b.max_memory_allocated(), 5 * GIB, ["max_memory_allocated"]),
     "total_memory": (lambda b: b.total_memory(), 80 * GIB, ["current_device", "get_device_properties"]),
     "telemetry": (

@@ -65,8 +65,10 @@ def _tables(
 
 def _is_captured(device: torch.device) -> bool:
     """Whether a graph is being captured: its tensors hold nothing before it is replayed."""
-    asked = getattr(getattr(torch, device.type, None), "is_current_stream_capturing", None)
-    return asked is not None and bool(asked())
+    module: Any = getattr(torch, device.type, None)
+    asked = getattr(module, "is_current_stream_capturing", None)
+    # Tensors may say "cuda" where there is none: those of torch's fake mode, for shapes alone.
+    return asked is not None and module.is_initialized() and bool(asked())
 
 
 def _made(
