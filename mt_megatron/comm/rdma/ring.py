@@ -66,8 +66,8 @@ class SendRing:
         return gained
 
     def delivered(self) -> bool:
-        """Whether every fragment has reached the receiver's memory. One that was copied out there has, also
-        where its acknowledgement comes late: the peer's farewell may overtake it."""
+        """True where every fragment has reached the receiver's memory. One that was copied out there has,
+        also where its acknowledgement comes late: the peer's farewell may overtake it."""
         return self.credited == self.sent or not any(self._unacknowledged)
 
 

@@ -72,10 +72,8 @@ def watch_rows(
         if open_ and open_[0].add(source, keys):
             open_.pop().give(found)
 
-    return [
-        taps.attention_inputs(module, begin, live=True, told=told),
-        taps.key_shards(module, shard, told=told),
-    ]
+    # Detached: the query is kept until all keys have come.
+    return [taps.attention_inputs(module, begin, told=told), taps.key_shards(module, shard, told=told)]
 
 
 class _OverContext:
@@ -116,7 +114,7 @@ def products(inputs: AttentionInputs, rows: Rows, key: Tensor) -> Tensor:
         low, high = first // share, -(-last // share)
         begin, end = low * share, high * share
         if high - low == 1:
-            begin, end, share = first, last, last - first
+            begin, end = first, last
         asked, keys = asked[:, begin:end], keys[:, low:high]
     if rows.samples != _ALL:
         asked, keys = asked[rows.samples], keys[rows.samples]

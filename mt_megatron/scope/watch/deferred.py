@@ -37,19 +37,14 @@ class _Calls:
     """Number of the call that a path in ``paths`` counts; a call may count for several."""
 
 
-@dataclass
-class _Channels:
-    """Largest absolute values of one layer's channels."""
-
-    maxima: Tensor
-
-
 class Deferred:
-    """What ``Parts`` defers. Calls cost a few list entries each; all else is done once a step."""
+    """Scalars that ``Parts`` defers. Calls cost a few list entries each; all else is done once a step."""
 
     def __init__(self) -> None:
         self._calls: dict[Family, _Calls] = {}
-        self._channels: dict[str, _Channels] = {}
+        self._channels: dict[str, Tensor] = {}
+        """Largest absolute values of a layer's channels, by its path."""
+
         self._single: list[Tensor] = []
         self._numbers: dict[int, int] = {}
         """Of ``_single``, by identity, among all scalars."""
@@ -91,10 +86,7 @@ class Deferred:
     def channels(self, path: str, maxima: Tensor) -> None:
         """Take in ``scalars.largest_of_channels`` of a layer's output, whose norm is kept in ``LAYER``."""
         found = self._channels.get(path)
-        if found is None:
-            self._channels[path] = _Channels(maxima)
-        else:
-            found.maxima = torch.maximum(found.maxima, maxima)
+        self._channels[path] = maxima if found is None else torch.maximum(found, maxima)
 
     def leave_out(self, family: Family) -> None:
         """Forget the calls of ``family``."""
@@ -115,7 +107,7 @@ class Taken:
     def __init__(
         self,
         calls: dict[Family, _Calls],
-        channels: dict[str, _Channels],
+        channels: dict[str, Tensor],
         scalars: Sequence[Tensor],
         *,
         counts: bool,
@@ -137,10 +129,10 @@ class Taken:
         self.vectors: list[Tensor] = []
         """The layers' channels, then the scalars."""
 
-        for width in dict.fromkeys(each.maxima.numel() for each in channels.values()):
-            alike = {path: each for path, each in channels.items() if each.maxima.numel() == width}
+        for width in dict.fromkeys(each.numel() for each in channels.values()):
+            alike = {path: each for path, each in channels.items() if each.numel() == width}
             self._paths += alike
-            self.vectors.append(_of_channels([each.maxima for each in alike.values()]).reshape(-1))
+            self.vectors.append(_of_channels(list(alike.values())).reshape(-1))
         for path in self._paths:
             self.lengths |= {(path, "activation_max"): 1, (path, "outlier_channels"): _PAIRS + 2}
             if not counts:

@@ -378,7 +378,7 @@ Rate = tuple[Any, Any]
 
 
 def _waits_for(step: Any) -> bool:
-    """Whether a look at the number would wait for the device."""
+    """True where a look at the number would wait for the device."""
     return isinstance(step, Tensor) and step.device.type != "cpu"
 
 

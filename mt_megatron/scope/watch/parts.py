@@ -134,7 +134,7 @@ class Parts:
             first[key] = total
             total += length
         counted = [first[key] + n for key in first if key[1] == "not_finite" for n in (0, 1)]
-        # What waits for a sidecar would keep them, and with them memory of the device.
+        # Parcels that wait for a sidecar would keep them, and with them memory of the device.
         deferred.vectors.clear()
         self.nbytes = deferred.nbytes
         for _, entry in entries:

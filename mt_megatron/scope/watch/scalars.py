@@ -71,12 +71,12 @@ def _counted_output(rows: Values, known: Values) -> Values:
     return _output(rows, known)[:, :3]
 
 
-def _attention(rows: Values, known: Values) -> Values:
+def _as_they_are(rows: Values, known: Values) -> Values:
     return np.concatenate((rows, known), axis=1)
 
 
 def _update(rows: Values, known: Values) -> Values:
-    """What weights lost: a multiple of a direction, beside their decay.
+    """Updates that subtracted a multiple of a direction from weights, beside their decay.
 
     Scalars: the norm of the weights after the update (0 for all but one piece of a parameter), the norm of
     the direction, its product with the weights after the update and, where the host does not know it, the
@@ -107,17 +107,17 @@ COUNTED_OUTPUT = Family(statistics=(_RMS, _MAX), combine=_counted_output)
 """The same of an output whose elements that are not finite are counted by themselves."""
 
 LAYER = Family(statistics=(_RMS,), combine=_squares)
-"""Scalar: the norm of a layer's output. Known: its elements. ``Parts.outliers`` knows the rest."""
+"""Scalar: the norm of a layer's output. Known: its elements. ``Parts.channels`` has the rest."""
 
 GROWTH = Family(statistics=(("residual_growth", 2, "sum"),), combine=_squares)
 """Scalars: the norms of a layer's output and input."""
 
 ATTENTION = Family(
-    statistics=(("attention_logit_max", 1, "max"), ("attention_entropy", 2, "sum")), combine=_attention
+    statistics=(("attention_logit_max", 1, "max"), ("attention_entropy", 2, "sum")), combine=_as_they_are
 )
 """Scalars: the largest logit of rows and the sum of their entropies. Known: the rows."""
 
-ROUTER = Family(statistics=(("router_entropy", 2, "sum"),), combine=_attention)
+ROUTER = Family(statistics=(("router_entropy", 2, "sum"),), combine=_as_they_are)
 """Scalar: the sum of the tokens' entropies. Known: the tokens."""
 
 GRADIENT = Family(statistics=(("gradient_norm", 1, "sum"),), combine=_squares)

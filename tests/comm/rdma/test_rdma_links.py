@@ -295,7 +295,7 @@ def test_a_peer_that_closed_is_named_and_what_it_had_sent_arrives(pair: Pair) ->
 def test_a_farewell_that_overtakes_an_acknowledgement_is_no_loss(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the peer has copied out has reached it, whenever the write's completion is seen."""
+    """Fragments that the peer has copied out have reached it, whenever the write's completion is seen."""
     own = pair.queue_pair(0)
     poll = own.poll
     monkeypatch.setattr(own, "poll", lambda most: [each for each in poll(most) if each.is_receive])
