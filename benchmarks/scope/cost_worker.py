@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import os
 import signal
 import statistics
@@ -77,6 +78,9 @@ _REST_LOOK_SECONDS, _MOST_REST_SECONDS = 0.1, 5.0
 _DIES_AFTER_SECONDS = 0.05
 """From the beginning of a block, in its first step."""
 
+_MEMORY_ROUNDS = 20
+"""Of a block of each kind of browsers, whose memory is looked at, before those whose time is."""
+
 _MOST_BLOCKS = 40
 """Until the queue to a sidecar that takes too little is full, and something is dropped."""
 
@@ -140,6 +144,11 @@ class Drain:
         command = [sys.executable, "-c", _DRAIN, str(self.socket), str(os.getpid()), *self._pace]
         self._process = subprocess.Popen(command)
 
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
     def has_told(self, seconds: float) -> bool:
         return False
 
@@ -177,7 +186,7 @@ class Training:
         copies = ranks if layout == "dp" else 1
         self.case = case
         self.ours = Ours(case, token_ids(case), spread, copies)
-        self._drains: dict[str, Drain] = {}
+        self.drains: dict[str, Drain] = {}
         watch = "attention@decoder.layers.0"
         self._told = 0
         """Number that is added to those of a served session's steps, which only grow."""
@@ -196,8 +205,8 @@ class Training:
         from mt_megatron.scope.session import Session
 
         def sidecar(*given: Any, **options: Any) -> Drain:
-            self._drains[kind] = Drain(kind)
-            return self._drains[kind]
+            self.drains[kind] = Drain(kind)
+            return self.drains[kind]
 
         job, trainable, case = self.ours.job, self.ours.trainable, self.case
         return Session(
@@ -219,15 +228,14 @@ class Training:
 
     def end_sidecar(self, kind: str) -> float:
         """Freeze or kill the one of session ``kind``, or let it be slow, and train until something is
-        dropped; MiB by which this rank's memory grew."""
+        dropped; MiB by which this rank's peak memory grew."""
         session = self.sessions[kind]
-        before = most = resident_mib()
+        before = most = peak_mib(lambda: self.block(SIDECARS["drained again"]))
         together()
-        if kind in self._drains:
-            self._drains[kind].become(kind)
+        if kind in self.drains:
+            self.drains[kind].become(kind)
         for _ in range(_MOST_BLOCKS):
-            self.block(SIDECARS[kind])
-            most = max(most, resident_mib())
+            most = max(most, peak_mib(lambda: self.block(SIDECARS[kind])))
             if agreed(session.dropped[0]):
                 break
         return most - before
@@ -290,9 +298,24 @@ def _collectives() -> int:
     return sum(group._get_sequence_number_for_group() for group in groups)
 
 
-def resident_mib() -> float:
-    """Of this process."""
+def kept_mib() -> float:
+    """Resident memory of this process once what it has freed is given back (Linux with glibc).
+
+    A trainer on the cpu backend keeps what it frees (``keep_freed_memory``). How much depends on where
+    the tensors of a step happened to lie, and grows by tens of MiB now and then, watched or not.
+    """
+    ctypes.CDLL(None).malloc_trim(0)
     return float(psutil.Process().memory_info().rss) / 2**20
+
+
+def peak_mib(take: Callable[[], object]) -> float:
+    """The most that is resident while ``take`` runs, from ``kept_mib`` on."""
+    kept_mib()
+    # 5: the peak is what is resident now (proc(5)).
+    Path("/proc/self/clear_refs").write_text("5")
+    take()
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0]) / 1024
 
 
 def main() -> None:
@@ -320,7 +343,7 @@ def main() -> None:
         training.block(arm)
     collectives = {name: training.collectives_of(arm) for name, arm in arms.items()}
     collectives["unwatched"] = training.collectives_of(WATCHING["off again"])
-    pin = "yes" if args.browsers and args.pin == "auto" else args.pin
+    pin = "yes" if arms is not WATCHING and ranks == 1 and args.pin == "auto" else args.pin
     unrest = pilot(training, rank) if pin == "auto" else {}
     pinned = unrest["pinned"] < unrest["free"] if unrest else pin == "yes"
     cores = Cores()
@@ -332,8 +355,14 @@ def main() -> None:
     if args.browsers:
         place(_sidecar().pid)
         browsers = cost_browsers.Browsers(args.scratch / "run" / "served", place)
-    resident = resident_mib()
+    if ranks == 1:
+        for drain in training.drains.values():
+            place(drain.pid)
     growth = {kind: training.end_sidecar(kind) for kind in ended}
+    looked_at = None if browsers is None else LookedAt(training, browsers)
+    if looked_at is not None:
+        growth |= looked_at.growth(reference)
+    kept = kept_mib()
     about: dict[str, Any] = {
         "shape": shape.name,
         "layout": f"{args.layout}{ranks}",
@@ -352,20 +381,19 @@ def main() -> None:
         if looked_at is not None:
             about["restless_blocks"] = looked_at.restless
         if arms is not WATCHING:
-            growth["all at once"] = max(growth.get("all at once", 0.0), resident_mib() - resident)
             about["dropped_frames"] = {
                 kind: session.dropped[0] for kind, session in training.sessions.items()
             }
         write(args.scratch, rank, found, about)
 
-    looked_at: LookedAt | None = None
     block: Callable[[str], Took] = lambda name: training.block(arms[name])  # noqa: E731
-    if browsers is not None:
-        looked_at = LookedAt(training, browsers)
+    if looked_at is not None:
         block = looked_at.block
     others = WATCHING_ROUND if arms is WATCHING else tuple(arms)
     left = args.seconds - (time.monotonic() - began)
-    alternating(block, reference, others, args.rounds, seconds=left, each_round=each_round)
+    found = alternating(block, reference, others, args.rounds, seconds=left, each_round=each_round)
+    growth["kept"] = kept_mib() - kept
+    each_round(found)
     if browsers is not None:
         browsers.kill()
     training.close()
@@ -395,6 +423,14 @@ class LookedAt:
         within = _used_by_the_sidecar() - before
         _rested()
         return *took, within, _used_by_the_sidecar() - before
+
+    def growth(self, nobody: str) -> dict[str, float]:
+        """MiB by which the peak of the blocks beside each kind of browsers is above that of ``nobody``'s."""
+        peaks = dict.fromkeys((nobody, *cost_browsers.KINDS), 0.0)
+        for _ in range(_MEMORY_ROUNDS):
+            for name in peaks:
+                peaks[name] = max(peaks[name], peak_mib(lambda name=name: self.block(name)))  # type: ignore[misc]
+        return {kind: peaks[kind] - peaks[nobody] for kind in cost_browsers.KINDS}
 
 
 def _used() -> dict[int, float]:
