@@ -325,7 +325,7 @@ def fingerprint(source: Source) -> list[tuple[int, str]]:
         state = hashlib.sha256(str(depth).encode())
         state.update("\0".join(word for word in words if word not in MARKERS).encode())
         if any(word not in MARKERS for word in words):
-            found.append((line, state.hexdigest()[:8]))
+            found.append((line, state.hexdigest()[:6]))
     return found
 
 

@@ -65,7 +65,15 @@ def run(args: argparse.Namespace) -> int:
     if not 0 <= args.port < 65536:
         raise ConfigError(f"--port is {args.port}; expected 0 (a free one) to 65535")
     page = scope_files(args.run).root / "page.json"
-    tokens = read_token_file(page) if page.exists() else None
+    tokens, is_strange = None, False
+    if page.exists():
+        try:
+            tokens = read_token_file(page)
+        except ConfigError:
+            # A copied folder may have the file of a run that was killed, in another mode.
+            if not args.here:
+                raise
+            is_strange = True
     is_elsewhere = tokens is not None and tokens.host != socket.gethostname()
     is_served = tokens is not None and (is_elsewhere or _serves(tokens))
     if tokens is not None and is_served and not args.here:
@@ -82,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
         port=args.port,
         token_file=args.token_file,
         # The other page may be a training's, which writes its tokens once.
-        keeps_tokens=not is_served,
+        keeps_tokens=not (is_served or is_strange),
         says_control=args.control,
         say=say,
     )

@@ -40,6 +40,9 @@ _MOST_READ = 4 * MOST_CHARACTERS
 """Escaped as ASCII, a file of the same texts is longer."""
 
 _NODE = re.compile(r"node-(.+)-(\d{5,})\.sqlite")
+_ESCAPED = re.compile(r"\\([0-7]{3})")
+"""Blanks and backslashes in /proc/self/mountinfo."""
+
 _LOCAL = {
     "ext2",
     "ext3",
@@ -231,11 +234,11 @@ def keeps_shared_memory(folder: Path) -> bool:
         with open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as lines:
             for line in lines:
                 head, _, tail = line.partition(" - ")
-                point = head.split(" ")[4].encode().decode("unicode_escape")
+                point = _ESCAPED.sub(lambda found: chr(int(found[1], 8)), head.split(" ")[4])
                 inside = where == point or where.startswith(point.rstrip("/") + "/")
                 if inside and len(point) >= best:  # the last mount of a place hides those before it
                     best, kind = len(point), tail.split(" ")[0]
-    except (OSError, IndexError, UnicodeDecodeError):
+    except (OSError, IndexError):
         return False
     return kind in _LOCAL
 

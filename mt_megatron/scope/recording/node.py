@@ -49,9 +49,11 @@ class NodeFile:
             if is_busy(error):
                 raise busy(self.path) from error
             if "readonly" in str(error):
-                raise ScopeError(
-                    f"{self.path} cannot be read: its writer was killed within a transaction; open it again"
-                ) from error
+                # Its writer was killed within a transaction: from here on it is read from a private copy.
+                with self._lock:
+                    old, self._connection = self._connection, connect_reader(self.path)
+                    old.close()
+                    return self._connection.execute(statement, values).fetchall()
             raise ScopeError(
                 f"{self.path} cannot be read ({error}); copy it again with its -wal file beside it"
             ) from error

@@ -388,8 +388,7 @@ class Recording:
         from."""
         found = []
         columns = "step, t, kind, path, statistic, value, low, high, text"
-        for node in self.nodes():
-            numbers = self._numbers(node)
+        for node, numbers in self._numbered():
             for session, step, t, kind, path, statistic, value, low, high, text in node.rows(
                 f"SELECT session, {columns} FROM alert"
             ):
@@ -417,26 +416,23 @@ class Recording:
         return tuple(sorted(found, key=lambda each: (each.time_ns, each.step)))
 
     def dropped(self) -> tuple[Dropped, ...]:
-        """The latest sums of each session, source and rank; none where nothing was dropped."""
-        found = []
-        for node in self.nodes():
-            numbers = self._numbers(node)
+        """The latest sums of each start, source and rank, of its last session; none where nothing was
+        dropped."""
+        names = {each.number: each.name for each in self.sessions()}
+        found: dict[tuple[str, str, int], Dropped] = {}
+        for node, numbers in self._numbered():
             for session, source, rank, step, frames, size in node.rows(
                 "SELECT session, source, rank, max(step), max(frames), max(bytes) FROM dropped "
-                "GROUP BY session, source, rank"
+                "GROUP BY session, source, rank HAVING max(frames)"
             ):
-                if frames:
-                    found.append(
-                        Dropped(
-                            source=source,
-                            rank=rank,
-                            session=numbers.get(session, 0),
-                            step=step,
-                            frames=frames,
-                            bytes=size,
-                        )
+                number = numbers.get(session, 0)
+                key = (names.get(number, ""), source, rank)
+                # They count since the start: attempts, of which each has its own, are not added up.
+                if key not in found or found[key].frames <= frames:
+                    found[key] = Dropped(
+                        source=source, rank=rank, session=number, step=step, frames=frames, bytes=size
                     )
-        return tuple(sorted(found, key=lambda each: (each.session, each.source, each.rank)))
+        return tuple(sorted(found.values(), key=lambda each: (each.session, each.source, each.rank)))
 
     def thinned(self) -> tuple[Thinned, ...]:
         """What retention removed, by time."""
@@ -492,10 +488,14 @@ class Recording:
     def _files_of(self, key: TensorKey) -> list[tuple[NodeFile, int]]:
         return list(self._having(_chosen(self.sessions(), key.session)))
 
-    def _numbers(self, node: NodeFile) -> dict[int, int]:
-        """The run's number of each of the node's sessions."""
+    def _numbered(self) -> Iterator[tuple[NodeFile, dict[int, int]]]:
+        """Each node, with the run's number of each of its sessions."""
+        sessions = self.sessions()
+        return ((node, self._numbers(node, sessions)) for node in self.nodes())
+
+    def _numbers(self, node: NodeFile, sessions: tuple[Session, ...]) -> dict[int, int]:
         found = {}
-        for each in self.sessions():
+        for each in sessions:
             own = node.session(each)
             if own is not None:
                 found[own] = each.number
@@ -504,8 +504,7 @@ class Recording:
     def _marks(self) -> set[tuple[int, int]]:
         return {
             (step, numbers[session])
-            for node in self.nodes()
-            for numbers in (self._numbers(node),)
+            for node, numbers in self._numbered()
             for session, step in node.rows("SELECT session, step FROM perturbed")
             if session in numbers
         }

@@ -7,11 +7,10 @@ A statistic's row keeps the node's combined part, so that nodes combine like ran
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
-import shutil
 import sqlite3
+import subprocess
 import tempfile
 from pathlib import Path
 from urllib.parse import quote
@@ -171,8 +170,11 @@ def connect_reader(path: Path) -> sqlite3.Connection:
     ``ScopeError`` for a file that is not ours, damaged, of another version or locked for long, and
     ``OSError`` where it may not be read.
     """
-    with open(path, "rb"):  # a missing file or permission is an OSError with the file's name
-        pass
+    # Not by opening it: who closes a file ends all locks that his process has on it (fcntl(2)), and the
+    # sidecar, which reads its own file for the page, would lose its writer's.
+    os.stat(path)
+    if not os.access(path, os.R_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
     try:
         return _read_only(path)
     except sqlite3.OperationalError as error:
@@ -182,11 +184,9 @@ def connect_reader(path: Path) -> sqlite3.Connection:
         with tempfile.TemporaryDirectory(prefix="mt_megatron_scope_") as folder:
             copy = Path(folder) / path.name
             # The journal first: where a new writer rolls the file back meanwhile, the copy does so again.
-            with contextlib.suppress(FileNotFoundError):
-                shutil.copyfile(f"{path}-journal", f"{copy}-journal")
-            shutil.copyfile(path, copy)
-            with contextlib.suppress(FileNotFoundError):
-                shutil.copyfile(f"{path}-wal", f"{copy}-wal")
+            _copy(f"{path}-journal", folder, needed=False)
+            _copy(str(path), folder)
+            _copy(f"{path}-wal", folder, needed=False)
             # All stay open after their names are gone.
             return _read_only(copy, of=path)
     except sqlite3.OperationalError as error:
@@ -196,6 +196,13 @@ def connect_reader(path: Path) -> sqlite3.Connection:
             f"{path} can be read from a private copy alone, which cannot be made ({error}); expected files "
             f"that this user may read and room in {tempfile.gettempdir()}. Make room or set TMPDIR"
         ) from error
+
+
+def _copy(path: str, folder: str, *, needed: bool = True) -> None:
+    """Copy ``path`` into ``folder``, by a process of its own: closing it here would end this one's locks."""
+    done = subprocess.run(["cp", "--", path, folder], capture_output=True, text=True, errors="replace")
+    if done.returncode and (needed or os.path.exists(path)):
+        raise OSError(done.stderr.strip())
 
 
 def _read_only(path: Path, of: Path | None = None) -> sqlite3.Connection:

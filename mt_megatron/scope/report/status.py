@@ -76,12 +76,7 @@ def status_of(recording: Recording) -> Status:
         for each in recording.alerts()
         if each.session in start and start[each.session].is_current(each.step)
     ]
-    # Sums count from the start on, so that those of its last session hold all.
-    drops = {
-        (each.source, each.rank): each
-        for each in sorted(recording.dropped(), key=lambda each: each.frames)
-        if each.session in start
-    }
+    drops = {(each.source, each.rank): each for each in recording.dropped() if each.session in start}
     there = len(steps.step) > 0
     return Status(
         run=str(recording.files.root.resolve().parent),
@@ -93,7 +88,7 @@ def status_of(recording: Recording) -> Status:
         ranks=len(facts.ranks),
         ended=sum(each.ended_ns is not None for each in facts.ranks),
         sessions=len(facts.sessions),
-        nodes=len(recording.nodes()),
+        nodes=len({each.node for each in facts.ranks}),
         bytes=sum(node.path.stat().st_size for node in recording.nodes()),
         statistics=len(recording.names()),
         last_sample=samples[-1] if samples else None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import sys
@@ -28,6 +29,7 @@ def main(arguments: list[str] | None = None) -> int:
     has said why."""
     options = parsed(arguments)
     say = _speaker(options)
+    logging.getLogger().addHandler(_Log(options))
     with contextlib.suppress(OSError):
         os.nice(10)
     try:
@@ -35,6 +37,9 @@ def main(arguments: list[str] | None = None) -> int:
     except ScopeError as error:
         say(f"scope: nothing is recorded on this node; training goes on: {error}")
         return TOLD
+    except Exception:
+        logging.exception("the sidecar ends")
+        raise
     return 0
 
 
@@ -91,22 +96,38 @@ async def _run(options: Options, say: Callable[[str], None]) -> None:
 
 def _speaker(options: Options) -> Callable[[str], None]:
     """Lines to the error output, which the parent relays, and to the log in the run's folder."""
-    log = scope_files(options.run).log(this_host(), options.node)
 
     def say(text: str) -> None:
         line = " ".join(text.splitlines())
         with contextlib.suppress(OSError, ValueError):
             print(line, file=sys.stderr, flush=True)
-        with contextlib.suppress(OSError):
-            handle = open_private(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-            try:
-                if os.fstat(handle).st_size < _MOST_LOG_BYTES:
-                    stamp = time.strftime("%Y-%m-%d %H:%M:%S")
-                    os.write(handle, f"{stamp} {line}\n".encode(errors="replace"))
-            finally:
-                os.close(handle)
+        _write(options, line)
 
     return say
+
+
+def _write(options: Options, text: str) -> None:
+    log = scope_files(options.run).log(this_host(), options.node)
+    with contextlib.suppress(OSError):
+        handle = open_private(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        try:
+            if os.fstat(handle).st_size < _MOST_LOG_BYTES:
+                stamp = time.strftime("%Y-%m-%d %H:%M:%S")
+                os.write(handle, f"{stamp} {text}\n".encode(errors="replace"))
+        finally:
+            os.close(handle)
+
+
+class _Log(logging.Handler):
+    """Warnings and tracebacks to the same log: of the error output the ranks show the last line alone."""
+
+    def __init__(self, options: Options) -> None:
+        super().__init__(logging.WARNING)
+        self._options = options
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with contextlib.suppress(Exception):
+            _write(self._options, self.format(record))
 
 
 if __name__ == "__main__":

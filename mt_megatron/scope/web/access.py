@@ -95,7 +95,7 @@ def read_token_file(path: Path) -> TokenFile:
             if mode & 0o077:
                 raise ConfigError(
                     f"found mode {mode:04o} of {path}; expected 0600: others can read the page's tokens. "
-                    "Remove the file and start the run again"
+                    "Remove it and start the run again, or see a recording with 'scope open RUN --here'"
                 )
             row = json.load(file)
         found = TokenFile(**row)

@@ -18,7 +18,7 @@ from starlette.routing import Route, WebSocketRoute
 from starlette.types import ASGIApp
 from starlette.websockets import WebSocket
 
-from mt_megatron.errors import MtMegatronError
+from mt_megatron.errors import MtMegatronError, ScopeError
 from mt_megatron.scope.watch import requests
 
 from .access import Access, Session
@@ -94,6 +94,7 @@ def application(site: Site) -> ASGIApp:
             TooLarge: _too_large,
             ClientDisconnect: _gone,
             HTTPException: _http,
+            ScopeError: _unreadable,
             Exception: _failed,
         },
     )
@@ -312,6 +313,10 @@ async def _gone(request: Request, error: Exception) -> Response:
 async def _http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     return JSONResponse({"error": error.detail}, error.status_code)
+
+
+async def _unreadable(request: Request, error: Exception) -> Response:
+    return JSONResponse({"error": str(error)}, 503)
 
 
 async def _failed(request: Request, error: Exception) -> Response:

@@ -35,6 +35,9 @@ MOST_SOCKETS = 32
 SEND_S = 60.0
 """A browser that takes no notice for so long is disconnected."""
 
+ENDED_S = 0.5
+"""From one look at its session to the next."""
+
 POLICY_VIOLATION, TRY_LATER = 1008, 1013
 
 _LONGEST = 4_000
@@ -99,6 +102,7 @@ class Sockets:
         tasks = [
             asyncio.create_task(self._send(socket, subscription, wanted, has_ended)),
             asyncio.create_task(self._receive(socket, wanted)),
+            asyncio.create_task(_close(socket, has_ended)),
         ]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -170,6 +174,13 @@ class Sockets:
                 self._audit.refused("message", says=why)
                 await socket.close(POLICY_VIOLATION)
                 return
+
+
+async def _close(socket: WebSocket, has_ended: Callable[[], bool]) -> None:
+    """Close it once its session has ended, within ``ENDED_S``."""
+    while not has_ended():
+        await asyncio.sleep(ENDED_S)
+    await socket.close(POLICY_VIOLATION)
 
 
 def _written(notice: Mapping[str, Any]) -> str:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+from io import StringIO
 from pathlib import Path
 
 import pytest
 
 from mt_megatron.errors import ScopeError
+from mt_megatron.scope.recording import files as module
 from mt_megatron.scope.recording.files import (
     LONGEST_BOOKMARK,
     MOST_CHARACTERS,
     ScopeFiles,
     add_bookmark,
+    keeps_shared_memory,
     read_bookmarks,
     scope_files,
 )
@@ -62,3 +65,15 @@ def test_a_file_beyond_the_bound_is_named_with_it(tmp_path: Path) -> None:
     files.bookmarks.write_text(" " * 5 * MOST_CHARACTERS)
     with pytest.raises(ScopeError, match="found more than 1,048,576 characters; expected at most 262,144"):
         read_bookmarks(files)
+
+
+@pytest.mark.parametrize("name", ["plain", "数据", "with blank"])
+def test_a_network_mount_of_any_name_is_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    folder = tmp_path / name
+    folder.mkdir()
+    escaped = str(folder).replace(" ", "\\040")
+    lines = f"1 0 8:1 / / rw - ext4 /dev/a rw\n2 1 0:9 / {escaped} rw - nfs4 host:/x rw\n"
+    monkeypatch.setattr(module, "open", lambda *_, **__: StringIO(lines), raising=False)
+    assert keeps_shared_memory(tmp_path) and not keeps_shared_memory(folder)

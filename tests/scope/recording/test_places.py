@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import sqlite3
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -242,3 +246,84 @@ def test_an_error_of_any_kind_ends_the_recording_in_one_line(
         "code); training goes on, what was recorded stays"
     ]
     assert writer.lost == {0: (2, 0)}
+
+
+def posix_locks(path: Path) -> list[str]:
+    """This process's locks on ``path``, as the kernel has them."""
+    of = f":{path.stat().st_ino} "
+    lines = Path("/proc/locks").read_text().splitlines()
+    return [line.partition("POSIX")[2] for line in lines if of in line and f" {os.getpid()} " in line]
+
+
+@pytest.mark.parametrize("has_shared_log", [True, False])
+def test_a_reader_in_the_writer_s_process_leaves_its_locks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_shared_log: bool
+) -> None:
+    """The sidecar of node 0 reads its own file for page and alerts. Locks end with any closed descriptor."""
+    monkeypatch.setattr(tables, "keeps_shared_memory", lambda _: has_shared_log)
+    writer = a_writer(tmp_path)
+    writer.tick([(0, hello(SHAPE, 0))])
+    (path,) = scope_files(tmp_path).nodes()
+    if not has_shared_log:
+        writer._connection.execute("BEGIN IMMEDIATE")
+    held = posix_locks(path)
+    assert held
+    tables.connect_reader(path).close()
+    assert posix_locks(path) == held
+    # Also where a private copy is read.
+    of_copy = tables._read_only
+    monkeypatch.setattr(tables, "_read_only", lambda at, of=None: of_copy(at, of) if of else fails())
+    tables.connect_reader(path).close()
+    assert posix_locks(path) == held
+    if not has_shared_log:
+        writer._connection.execute("COMMIT")
+    writer.close()
+
+
+def fails() -> sqlite3.Connection:
+    raise sqlite3.OperationalError("attempt to write a readonly database")
+
+
+def test_who_opens_a_live_recording_to_write_takes_nothing_of_it(tmp_path: Path) -> None:
+    """As SQLite's shell or the sidecar of the start before does: the last one that closes removes the log."""
+    writer = a_writer(tmp_path)
+    writer.tick([(0, hello(SHAPE, 0)), (0, schema(SHAPE, 0))])
+    (path,) = scope_files(tmp_path).nodes()
+    with open_recording(tmp_path):
+        other = (
+            f"import sqlite3; c = sqlite3.connect({str(path)!r}); c.execute('SELECT * FROM step'); c.close()"
+        )
+        subprocess.run([sys.executable, "-c", other], check=True)
+        for step in (1, 2, 3):
+            writer.tick([(0, frame) for frame in frames_of(SHAPE, 0, step)])
+        count = (
+            "import sys, sqlite3; c = sqlite3.connect(sys.argv[1]); "
+            "print(c.execute('SELECT count(*) FROM step').fetchone())"
+        )
+        seen = subprocess.run([sys.executable, "-c", count, path], capture_output=True, text=True, check=True)
+    assert seen.stdout == "(3,)\n"
+    writer.close()
+
+
+def test_a_writer_killed_in_a_transaction_is_read_on_from_a_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tables, "keeps_shared_memory", lambda _: False)
+    (tmp_path / "one").mkdir()
+    writer = a_writer(tmp_path / "one")
+    writer.tick([(0, hello(SHAPE, 0)), (0, schema(SHAPE, 0))])
+    writer.tick([(0, frame) for frame in frames_of(SHAPE, 0, 1)])
+    (path,) = scope_files(tmp_path / "one").nodes()
+    shutil.copytree(tmp_path / "one", tmp_path / "two")
+    with open_recording(tmp_path / "two") as recording:
+        assert recording.steps().step.tolist() == [1]
+        connection = writer._connection
+        connection.execute("PRAGMA cache_size=10")
+        connection.execute("BEGIN EXCLUSIVE")
+        connection.executemany("INSERT INTO path(text) VALUES (?)", ((f"{n}" * 50,) for n in range(2000)))
+        for suffix in ("-journal", ""):  # as the kill leaves them; into the file that is open
+            subprocess.run(["cp", f"{path}{suffix}", tmp_path / "two" / "scope"], check=True)
+        assert recording.steps().step.tolist() == [1] and recording.facts().session.number == 0
+        assert (tmp_path / "two" / "scope" / f"{path.name}-journal").stat().st_size, "left as it was"
+        connection.execute("ROLLBACK")
+    writer.close()

@@ -146,6 +146,25 @@ def test_a_page_of_another_machine_stays_while_the_recording_is_served_here(
     assert control.startswith("control token: ") and "c" * 43 not in control
 
 
+def test_a_recording_copied_without_its_modes_can_be_served_here(
+    tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_run(tmp_path, replace(SHAPE, steps=4, tensor_every=0, token_every=0), extras=False)
+    page = tmp_path / "scope" / "page.json"
+    write_token_file(page, TokenFile(host="elsewhere", port=8700, pid=1, view="v" * 43, control="c" * 43))
+    page.chmod(0o644)
+    before = page.read_bytes()
+
+    async def ended(self: object) -> None:
+        raise asyncio.CancelledError
+
+    monkeypatch.setattr("mt_megatron.scope.web.server.Page.run", ended)
+    assert run("open", tmp_path) == 2
+    assert "found mode 0644" in (said := capsys.readouterr().err) and "--here" in said
+    assert run("open", tmp_path, "--here") == 0
+    assert "http://127.0.0.1:" in capsys.readouterr().out and page.read_bytes() == before
+
+
 def served_once(monkeypatch: pytest.MonkeyPatch, page: Path) -> list[TokenFile]:
     """What ``page.json`` says while a page is served, each time; the page ends at once."""
     during: list[TokenFile] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 import signal
 import socket
@@ -21,6 +22,7 @@ from mt_megatron.errors import ScopeError
 from mt_megatron.scope.recording.files import scope_files
 from mt_megatron.scope.recording.lock import hold
 from mt_megatron.scope.recording.reader import open_recording
+from mt_megatron.scope.sidecar import __main__ as program
 from mt_megatron.scope.sidecar.__main__ import parsed
 from mt_megatron.scope.sidecar.process import END, SidecarProcess
 from tests.scope.sidecar.fake_ranks import FakeRank, sidecar, start_sidecar, until
@@ -256,3 +258,24 @@ def test_signals_to_the_job_wait_until_it_has_started(tmp_path: Path) -> None:
     early.start()
     early.close()
     assert early.process is not None and early.process.returncode == 0 and said == []
+
+
+def test_what_ends_it_is_in_the_log_with_its_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fails(*_: object) -> None:
+        raise ValueError("an error of its own")
+
+    monkeypatch.setattr(program, "_run", fails)
+    monkeypatch.setattr(os, "nice", lambda _: 0)
+    handlers = list(logging.getLogger().handlers)
+    (tmp_path / "scope").mkdir()
+    given = ["--run", str(tmp_path), "--socket", str(tmp_path / "s"), "--node", "0"]
+    try:
+        with pytest.raises(ValueError, match="of its own"):
+            program.main(given)
+        logging.getLogger("mt_megatron.scope.web.app").error("/api/run failed")
+    finally:
+        logging.getLogger().handlers[:] = handlers
+    text = scope_files(tmp_path).log(os.uname().nodename, 0).read_text()
+    assert "Traceback" in text and "ValueError: an error of its own" in text and "/api/run failed" in text

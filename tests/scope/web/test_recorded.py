@@ -14,6 +14,7 @@ from mt_megatron.scope.format.frames import decode, encode
 from mt_megatron.scope.recording.files import scope_files
 from mt_megatron.scope.recording.reader import Recording, open_recording
 from mt_megatron.scope.recording.writer import Writer
+from mt_megatron.scope.report.status import status_of
 from mt_megatron.scope.web import recorded as recorded_source
 from mt_megatron.scope.web.recorded import RecordedSource
 from mt_megatron.scope.web.views.context import Context
@@ -190,3 +191,18 @@ def test_bookmarks_that_cannot_be_read_are_told(tmp_path: Path) -> None:
         assert source.bookmarks() == []
         (note,) = [each for each in source.dropped().notes if "bookmarks" in each]
         assert "expected at most 262,144" in note
+
+
+def test_frames_dropped_in_several_attempts_count_once(tmp_path: Path) -> None:
+    """Sums count since the processes' start, and each attempt has its own row of them."""
+    frames: list[dict[str, Any]] = []
+    for attempt in range(4):
+        frames.append({**step_frame(ONE, 0, attempt + 1), "attempt": attempt})
+        frames.append({"k": "dropped", "frames": 100 + attempt, "bytes": 1000})
+    write(tmp_path, frames)
+    with open_recording(tmp_path) as recording:
+        assert len(recording.sessions()) == 4
+        (row,) = recording.dropped()
+        assert (row.frames, row.session) == (103, 3)
+        assert RecordedSource(recording, "run").dropped().frames == 103
+        assert [each.frames for each in status_of(recording).dropped] == [103]

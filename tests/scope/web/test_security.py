@@ -369,6 +369,11 @@ def test_websocket_ends_with_its_session(page: Served) -> None:
         assert json.loads(stays.recv(timeout=10))["step"] == 2
     with pytest.raises(InvalidStatus):
         page.connect(cookie)
+    with page.connect(other) as link:
+        # Where nothing happens either, as in a pause.
+        assert page.post("/api/leave", {}, other).status == 200
+        with pytest.raises(ConnectionClosed):
+            link.recv(timeout=10)
 
 
 def test_session_alone_commands_nothing(page: Served) -> None:
