@@ -430,32 +430,27 @@ class Session:
 
     @contextmanager
     def around_step(self, step: int, mark: str) -> Iterator[None]:
-        """Within it a step is sampled, and everything recorded is marked as perturbed by ``mark``."""
-        self.begin_beside(step, mark)
-        try:
-            yield
-        finally:
-            self.end_beside()
-
-    def begin_beside(self, step: int, mark: str) -> None:
-        """A step that is made beside the run begins."""
+        """Within it a step beside the run is sampled, and everything recorded is marked as perturbed by
+        ``mark``; of one that raises an error nothing is sent."""
         self._mark = mark
         if self._outbox is not None:
             self._outbox.beside(step, mark)
         if self._on:
             self._open(step)
-
-    def end_beside(self) -> None:
-        """It is over; what was seen in it is sent."""
-        step = self._step
-        self._close_taps()
+        is_whole = False
         try:
-            if self._on and step is not None and self._outbox is not None:
-                self._send(self._outbox, step, None)
-        except Exception as error:  # noqa: BLE001 - training goes on
-            self._off(error)
+            yield
+            is_whole = True
         finally:
-            self._mark = None
+            opened = self._step
+            self._close_taps()
+            try:
+                if is_whole and self._on and opened is not None and self._outbox is not None:
+                    self._send(self._outbox, opened, None)
+            except Exception as error:  # noqa: BLE001 - training goes on
+                self._off(error)
+            finally:
+                self._mark = None
 
     def went_back(self, step: int) -> None:
         """The run has gone back to the end of ``step``: what was recorded after it is undone."""

@@ -79,7 +79,7 @@ class Scope:
             self.session.start()
         if self._lab_file is None:
             return
-        from mt_megatron.scope.lab.specification import read_lab_file
+        from mt_megatron.scope.lab.agreement import read_alike
 
         if self.control is None or self.session is None or not self.session.is_on:
             raise ConfigError(
@@ -87,7 +87,7 @@ class Scope:
                 "a folder. Give --save or --scope-dir"
             )
         try:
-            self.control.lab.arm_file(read_lab_file(self._lab_file))
+            self.control.lab.arm_file(read_alike(self._lab_file))
         except ConfigError as error:
             raise ConfigError(f"--scope-lab {self._lab_file}: {error}") from error
 

@@ -210,16 +210,17 @@ class Steps:
         restore = self._watch.remember()
         self._watchdog.unlimited(f"step {iteration}, made beside the run")
         try:
-            return train_step(
-                self._trainable,
-                self._forward_step,
-                self._batches_after(before, num_workers=0),
-                replace(self._shape, num_microbatches=rounds // self._job.layout.dp),
-                self._job,
-                iteration=iteration,
-                watch=self._watch,
-                observer=self.observer,
-            )
+            with unmeasured(states_of(self._trainable.chunks)):
+                return train_step(
+                    self._trainable,
+                    self._forward_step,
+                    self._batches_after(before, num_workers=0),
+                    replace(self._shape, num_microbatches=rounds // self._job.layout.dp),
+                    self._job,
+                    iteration=iteration,
+                    watch=self._watch,
+                    observer=self.observer,
+                )
         finally:
             restore()
 

@@ -101,6 +101,8 @@ def _folder(path: Path) -> Path:
 
 def _commands(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Arguments of each command."""
+    if args.name is not None and args.do not in _OF_FILES:
+        raise ConfigError(f"found --name for {args.do}; expected it beside a file. Give the ID by itself")
     if args.do == "step":
         try:
             return [{"n": int(args.what or "1")}]
@@ -249,7 +251,9 @@ def _paired(value: dict[str, Any]) -> str:
             lines.append(
                 f"  {name}: {before:.6g} without, {after:.6g} with, difference {after - before:+.3g}"
             )
-    lines.append(f"  first module that differs: {value['first_difference'] or 'none'}")
+    left_out = value["outputs_left_out"]
+    beside = f" ({left_out} outputs had no room in memory and were not compared)" if left_out else ""
+    lines.append(f"  first module that differs: {value['first_difference'] or 'none'}{beside}")
     for each in value["modules"]:
         share, relative = each["changed_share"], each["relative_difference"]
         if share is None:

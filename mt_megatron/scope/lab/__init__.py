@@ -8,6 +8,7 @@ targets         modules, parameters and heads that a pattern means
 changes         changed weights, activations and gradients at work
 wires           lost and changed data between ranks
 links           delays, drops, offsets and scan's faults at work
+agreement       what every rank must have alike
 snapshot        all that training changes, kept and put back
 preview         what a perturbation would change
 audit           RUN/scope/audit.jsonl

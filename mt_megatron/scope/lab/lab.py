@@ -17,6 +17,7 @@ from typing import Any
 
 from mt_megatron.checkpoint.run_parts import synchronised_parameters
 from mt_megatron.errors import ConfigError, MtMegatronError
+from mt_megatron.scope.lab.agreement import gathered
 from mt_megatron.scope.lab.audit import Audit
 from mt_megatron.scope.lab.changes import (
     Acting,
@@ -47,7 +48,6 @@ from mt_megatron.scope.lab.targets import (
     paths_of,
 )
 from mt_megatron.scope.trainer import Trainer
-from mt_megatron.seams import collectives
 
 logger = logging.getLogger("mt_megatron")
 
@@ -277,7 +277,7 @@ class Lab:
                         acting.close()
             finally:
                 snapshot.restore()
-        rows = comparison.rows(_gathered)
+        rows = comparison.rows(gathered)
         return {**told, "step": step, **comparison.result(without, changed, rows)}
 
     # Steps.
@@ -393,13 +393,13 @@ class Lab:
             )
         except MtMegatronError as error:
             problem = str(error)
-        said = _gathered((problem, share))
+        said = gathered((problem, share))
         for wrong, _ in said:
             if wrong is not None:
                 raise ConfigError(wrong)
         told = preview_of(one, [each for _, each in said if each is not None])
         if one.module and not told["targets"]:
-            every = sorted({path for each in _gathered(paths_of(one, self._bare())) for path in each})
+            every = sorted({path for each in gathered(paths_of(one, self._bare())) for path in each})
             raise nothing_found(one, every)
         return targets, told
 
@@ -567,15 +567,3 @@ def _begin(acting: Sequence[Acting | None], step: int) -> None:
 
 def _for_one_step(one: Perturbation, step: int) -> Perturbation:
     return replace(one, steps=Steps(first=step, last=step), undo_at=step, snapshot=True)
-
-
-def _gathered(own: Any) -> list[Any]:
-    """``own`` of every rank."""
-    import torch.distributed as dist
-
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return [own]
-    found: list[Any] = [None] * dist.get_world_size()
-    with collectives.announced("all_gather_object", "world", None):
-        dist.all_gather_object(found, own)
-    return found

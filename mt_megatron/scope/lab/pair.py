@@ -85,7 +85,7 @@ class Comparison:
         self._microbatches = frozenset(chosen)
         self._mode: Literal["baseline", "perturbed"] | None = None
         self._kept: dict[tuple[str, int, int], Tensor] = {}
-        self._room = default_limit_mib() * MIB
+        self._room = 0.0
         self._left_out = 0
         self._found: dict[str, Difference] = {}
         """By path, in the order in which outputs were complete in the first step."""
@@ -105,6 +105,8 @@ class Comparison:
     @contextmanager
     def baseline(self) -> Iterator[None]:
         """Around the step without the perturbation."""
+        # With the snapshot taken, which needs room as well.
+        self._room = default_limit_mib() * MIB
         self._mode = "baseline"
         yield
         self._mode = None
@@ -119,7 +121,9 @@ class Comparison:
     def rows(self, gathered: Callable[[Any], list[Any]]) -> list[Row]:
         """Every module's row, of all ranks together; collective. Modules are in the order in which their
         outputs are complete."""
-        ranks: list[list[Row]] = gathered(list(self._found.items()))
+        every = gathered((list(self._found.items()), self._left_out))
+        ranks: list[list[Row]] = [rows for rows, _ in every]
+        self._left_out = sum(left_out for _, left_out in every)
         total: dict[str, Difference] = {}
         for rows in ranks:
             for path, found in rows:

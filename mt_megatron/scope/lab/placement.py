@@ -19,7 +19,7 @@ from mt_megatron.fp8.extra_state import without_extra_state
 from mt_megatron.parallel.context_parallel import positions
 from mt_megatron.parallel.rank_layout import Coordinates, RankLayout
 from mt_megatron.scope.lab.values import Places
-from mt_megatron.scope.watch.shares import column_spread, is_gated
+from mt_megatron.scope.watch.shares import column_spread, is_batch_first, is_gated
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,9 +164,10 @@ def activation_places(
 ) -> Places:
     """Places of the elements of ``tensor``, an output of ``module`` or its gradient, in [sequence, samples
     of the step, features], on the device of ``tensor``. This rank's own places where it is not [tokens of
-    this rank, micro-batch, features]."""
+    this rank, micro-batch, features] (embeddings' tables: [micro-batch, tokens, features])."""
     device = tensor.device
-    tokens = _tokens(tensor, geometry)
+    swapped = tensor.dim() == 3 and is_batch_first(module)
+    tokens = _tokens(tensor.transpose(0, 1) if swapped else tensor, geometry)
     if tokens is None or microbatch < 0:
         return Places(
             parts=(torch.arange(tensor.numel(), device=device),), shape=tuple(tensor.shape), whole=False
@@ -176,7 +177,8 @@ def activation_places(
     first = (microbatch * geometry.layout.dp + geometry.at.dp) * geometry.micro_batch_size
     samples = torch.arange(geometry.micro_batch_size) + first
     # How many samples a step has may change while batches grow: their number comes before the sequence's.
-    parts = (tokens * of_whole, samples * (geometry.seq_length * of_whole), columns)
+    rows = tokens * of_whole, samples * (geometry.seq_length * of_whole)
+    parts = (*(rows[::-1] if swapped else rows), columns)
     shape = (geometry.seq_length, int(samples[-1]) + 1, of_whole)
     return Places(parts=tuple(part.to(device) for part in parts), shape=shape)
 

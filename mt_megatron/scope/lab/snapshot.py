@@ -48,6 +48,7 @@ class Snapshot:
 
     def restore(self) -> None:
         """Put everything back. Collective as taking it was."""
+        _finish_reductions(self._trainer)
         with synchronised_parameters(self._trainer), torch.no_grad():  # type: ignore[arg-type]
             for restore in self._restoring:
                 restore()
@@ -121,6 +122,17 @@ class Snapshot:
         random_states = capture_rng(trainer)  # type: ignore[arg-type]
         restoring.append(lambda: restore_rng(random_states, trainer))  # type: ignore[arg-type]
         restoring.append(trainer.remember())
+
+
+def _finish_reductions(trainer: Trainer) -> None:
+    """Wait for the reductions of gradients that a step has begun before it raised an error: the next one
+    refuses to begin any beside them."""
+    for chunk in trainer.chunks:
+        for name in ("bucket_groups", "expert_parallel_bucket_groups"):
+            for group in getattr(chunk, name, ()):
+                if getattr(group, "grad_reduce_handle", None) is not None:
+                    group.grad_reduce_handle.wait()
+                    group.grad_reduce_handle = None
 
 
 def bytes_of(trainer: Trainer) -> int:

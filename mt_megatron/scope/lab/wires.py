@@ -220,7 +220,8 @@ def _collective(name: str, original: Any) -> Callable[..., Any]:
             return original(*args, **kwargs)
         ranks = dist.get_process_group_ranks(group)
         values = list(given.arguments.values())
-        wires = [wire for wire in wires if wire.joins(ranks) and _is_data(values[0])]
+        is_data = _is_data(values[0]) and not _is_flag(values[0], given.arguments.get("op"))
+        wires = [wire for wire in wires if is_data and wire.joins(ranks)]
         if not wires:
             return original(*args, **kwargs)
         coalesced = group in dist.distributed_c10d._world.pg_coalesce_state
@@ -407,11 +408,12 @@ class _Transport:
         return getattr(self._transport, name)
 
     def post_send(self, edge: Any, tensor: Tensor, **options: Any) -> Any:
-        for wire in _acting():
-            if wire.peer == edge.target and _is_data(tensor):
+        wires = [wire for wire in _acting() if wire.peer == edge.target and _is_data(tensor)]
+        # Some edges are carried by torch's functions, which are wrapped as well.
+        with _within():
+            for wire in wires:
                 for _ in range(wire.attempts_lost("edge", edge.source, edge.target, edge.lane)):
                     self._transport.post_send(edge, tensor, **options)
-        with _within():
             return self._transport.post_send(edge, tensor, **options)
 
     def post_recv(self, edge: Any, shape: Any, dtype: torch.dtype, **options: Any) -> Any:
@@ -438,11 +440,12 @@ class _Receiving:
         return getattr(self._receiving, name)
 
     def wait(self, timeout: float | None = None) -> Tensor:
-        for each in self._lost:
-            each.wait(timeout)
-        self._lost = []
-        time.sleep(max(0.0, self._until - time.perf_counter()))
-        tensor: Tensor = self._receiving.wait(timeout)
+        with _within():
+            for each in self._lost:
+                each.wait(timeout)
+            self._lost = []
+            time.sleep(max(0.0, self._until - time.perf_counter()))
+            tensor: Tensor = self._receiving.wait(timeout)
         for wire in self._wires:
             wire.add_to(tensor)
         return tensor
@@ -465,6 +468,12 @@ def _peer(arguments: dict[str, Any], name: str) -> int:
 def _is_data(value: Any) -> bool:
     tensor = value[0] if isinstance(value, list | tuple) and value else value
     return isinstance(tensor, Tensor) and _is_type(tensor.dtype)
+
+
+def _is_flag(value: Any, operation: Any) -> bool:
+    """True for a maximum of one number, as which optimizers agree on infinite gradients."""
+    of_one = isinstance(value, Tensor) and value.numel() == 1
+    return of_one and operation in (dist.ReduceOp.MAX, dist.ReduceOp.MIN)
 
 
 def _is_type(dtype: torch.dtype) -> bool:

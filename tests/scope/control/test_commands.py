@@ -139,6 +139,8 @@ def test_a_file_s_perturbations_are_a_command_each(tmp_path: Path) -> None:
         assert {each["snapshot_limit_mib"] for each in commands} == {7}
     with pytest.raises(ConfigError, match="no perturbation named 'c'"):
         _commands(parser.parse_args(["control", "RUN", "arm", str(file), "--name", "c"]))
+    with pytest.raises(ConfigError, match="found --name for undo"):
+        _commands(parser.parse_args(["control", "RUN", "undo", "--name", "b"]))
 
 
 def test_a_queue_wakes_who_waits_and_has_an_end() -> None:

@@ -15,6 +15,7 @@ WEIGHTS = {"decoder.layers.1.*": "weight", "embedding.*": "weight"}
 # One module each: what follows a perturbed one has other values everywhere.
 ACTIVATIONS = {
     "embedding": "activation",
+    "embedding.word_embeddings": "activation",
     "decoder.layers.1": "activation",
     "decoder.layers.0.self_attention.linear_qkv": "activation",
     "decoder.layers.1.self_attention.core_attention": "activation",

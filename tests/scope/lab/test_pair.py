@@ -35,14 +35,14 @@ def _compared(outputs: dict[str, tuple[Tensor, Tensor]]) -> Comparison:
     return made
 
 
-def _told(made: Comparison, others: list[list[Row]] | None = None) -> dict[str, Any]:
+def _told(made: Comparison, others: list[tuple[list[Row], int]] | None = None) -> dict[str, Any]:
     return made.result(FIGURES, FIGURES, made.rows(lambda own: [own, *(others or [])]))
 
 
-def _own(made: Comparison) -> list[Row]:
-    kept: list[list[Row]] = []
+def _own(made: Comparison) -> tuple[list[Row], int]:
+    kept: list[Any] = []
 
-    def gathered(own: list[Row]) -> list[list[Row]]:
+    def gathered(own: Any) -> list[Any]:
         kept.append(own)
         return [own]
 
@@ -139,3 +139,12 @@ def test_one_rank_that_cannot_compare_leaves_no_share_of_the_others() -> None:
     made = _compared({LAYER: SAME})
     told = _told(made, [_own(_compared({LAYER: (torch.ones(2, 1, 4), torch.ones(1, 1, 4))}))])
     assert told["modules"][0]["changed_share"] is None and told["outputs_not_comparable"] == 1
+
+
+def test_outputs_without_room_are_said_of_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mt_megatron.scope.lab.pair.default_limit_mib", lambda: 0.0)
+    made = _compared({LAYER: OTHER})
+    told = _told(made, [_own(_compared({f"{LAYER}.mlp": OTHER}))])
+    assert told["outputs_left_out"] == 2 and told["first_difference"] is None
+    (line,) = [line for line in _paired({"step": 3, "text": "mask", **told}).splitlines() if "first" in line]
+    assert "none (2 outputs had no room in memory and were not compared)" in line

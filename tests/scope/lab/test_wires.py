@@ -30,7 +30,7 @@ def test_offsets_arrive_in_what_comes_from_the_other_end_alone() -> None:
         assert each["all_to_all_single"] == exchanged[0] + exchanged[1]
         assert each["unequal"] == ([0.0, 10.5, 11.5, 12.5] if rank == 0 else [1.5, 2.5, 3.5, 13.0])
         assert each["batch"] == each["p2p"] == theirs
-        assert each["left alone"] == [[1, 3, 5, 7], [2.0, 2.0], [0, 1]], "control and objects are not data"
+        assert each["left alone"] == [[1, 3, 5, 7], [2.0, 2.0], [0, 1], [0.0]], "no data"
         assert all(each["restored"])
 
 
@@ -44,6 +44,12 @@ def test_lost_attempts_are_made_again(rate: float) -> None:
         assert operations == 80 if rate == 1 else 15 < operations < 50
         assert each["slow"] >= (20 if rate == 1 else 1)
     assert found[0]["dropped"] == found[1]["dropped"], "both ends agree without a message"
+
+
+def test_edges_that_torch_carries_lose_and_change_once() -> None:
+    sender, receiver = run_ranks(2, f"{CASES}:over_a_transport", timeout=120)
+    assert sender["ended"] and sender["dropped"] == receiver["dropped"] == 3
+    assert receiver["got"] == [[number + 0.5] * 4 for number in range(3)]
 
 
 @pytest.mark.daily

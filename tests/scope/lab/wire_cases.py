@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import statistics
+import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from mt_megatron.comm.collective import CollectiveTransport
+from mt_megatron.comm.transport import FORWARD, Edge
 from mt_megatron.scope.lab import wires
 from mt_megatron.scope.lab.wires import Wire, open_wire
 from mt_megatron.seams import collectives, events
+from mt_megatron.seams import transport as seam
 from tests.scope.lab.bench import bench, entry, start
 
 
@@ -73,7 +78,9 @@ def offsets() -> dict[str, list[Any]]:
     dist.all_reduce(control)
     objects = [None, None]
     dist.all_gather_object(objects, rank)
-    found["left alone"] = [whole.tolist(), control.tolist(), objects]
+    flag = torch.zeros(1)
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+    found["left alone"] = [whole.tolist(), control.tolist(), objects, flag.tolist()]
     close()
     found["restored"] = [
         all(getattr(dist, name) is function for name, function in before.items()),
@@ -105,6 +112,33 @@ def lost(rate: float, seed: int) -> dict[str, Any]:
         right &= gathered.tolist() == [float(number)] * 3 + [float(number + 1)] * 3
     close()
     return {"right": right, "dropped": wire.dropped, "slow": sum(each > 0.008 for each in waits)}
+
+
+def over_a_transport() -> dict[str, Any]:
+    """Three messages over an edge that torch's functions carry, each lost once, and what arrives of them."""
+    start()
+    edge = Edge(0, 1, FORWARD)
+    carried = CollectiveTransport([dist.group.WORLD], torch.device("cpu"))
+    carried.prepare([edge])
+    seam._exchange = SimpleNamespace(transport=carried, close=lambda: None)  # type: ignore[assignment]
+    wire, close = _opened(lost=1, rate=1.0, timeout=0.001, seed=4, offset=0.5)
+    transport = seam._exchange.transport
+    ended, got = True, []
+    for number in range(3):
+        if wire.rank == 0:
+            transport.post_send(edge, torch.full((4,), float(number)), with_shape=number == 1)
+        else:
+            # The second is received as what it is, without a shape.
+            shape = None if number == 1 else (4,)
+            got.append(transport.post_recv(edge, shape, torch.float32).wait(20.0).tolist())
+    if wire.rank == 0:
+        thread = threading.Thread(target=carried.finish, daemon=True)
+        thread.start()
+        thread.join(20.0)
+        ended = not thread.is_alive()
+    close()
+    seam._exchange = None
+    return {"got": got, "ended": ended, "dropped": wire.dropped}
 
 
 def groups() -> list[float]:

@@ -13,7 +13,7 @@ import psutil
 import pytest
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
-from mt_megatron.errors import ConfigError
+from mt_megatron.errors import ConfigError, ScopeError
 from mt_megatron.scope.web.access import (
     TICKET_S,
     Access,
@@ -26,6 +26,7 @@ from mt_megatron.scope.web.access import (
 from mt_megatron.scope.web.guard import is_loopback
 from mt_megatron.scope.web.messages import COMMANDS, MOST_BYTES
 from mt_megatron.scope.web.server import loopback_socket
+from mt_megatron.scope.web.views.registry import DATA
 from tests.scope.web.support import Served
 
 # Who may look.
@@ -374,6 +375,15 @@ def test_websocket_ends_with_its_session(page: Served) -> None:
         assert page.post("/api/leave", {}, other).status == 200
         with pytest.raises(ConnectionClosed):
             link.recv(timeout=10)
+
+
+def test_a_recording_that_cannot_be_read_is_said(page: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    def locked(*_: object) -> None:
+        raise ScopeError("the file is locked; end a long 'scope sql' first")
+
+    monkeypatch.setitem(DATA, "run", locked)
+    reply = page.ask("/api/run", cookie=page.enter())
+    assert reply.status == 503 and reply.json()["error"].startswith("the file is locked")
 
 
 def test_session_alone_commands_nothing(page: Served) -> None:
