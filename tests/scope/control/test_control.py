@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +19,7 @@ from mt_megatron.scope.lab.audit import read_audit
 from mt_megatron.scope.lab.lab import Lab, _Armed
 from mt_megatron.scope.lab.specification import perturbation_from
 from mt_megatron.scope.recording.checks import checked
+from mt_megatron.scope.session import Session
 from mt_megatron.seams import events
 
 
@@ -305,3 +306,17 @@ def test_a_rollback_leaves_the_marks_of_the_checkpoint() -> None:
     assert lab.perturbed == "early; before; acts" and lab.status()["armed"][1]["since_step"] == 8
     lab.rolled_back(0, None)
     assert lab.perturbed is None
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_step_beside_the_run_is_sent_unless_it_raised_an_error(raises: bool) -> None:
+    sent: list[int] = []
+    session: Any = SimpleNamespace(_mark=None, _outbox=SimpleNamespace(beside=lambda *_: None), _on=True)
+    session._open = lambda step: setattr(session, "_step", step)
+    session._close_taps = lambda: None
+    session._send = lambda outbox, step, figures: sent.append(step)
+    with suppress(MemoryError), Session.around_step(session, 5, "pair a: baseline"):
+        assert session._mark == "pair a: baseline"
+        if raises:
+            raise MemoryError
+    assert sent == ([] if raises else [5]) and session._mark is None
