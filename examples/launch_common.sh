@@ -386,6 +386,9 @@ launch() {
         show "${command[@]}"
         return
     fi
+    local beside
+    beside="$(dirname "$PYTHON")/mt-megatron"
+    if [[ -x $beside ]] && ! command -v mt-megatron >/dev/null; then say "mt-megatron is $beside"; fi
     mkdir -p "$RUN_DIR"
     # In this process's place: signals reach it.
     exec "${command[@]}"

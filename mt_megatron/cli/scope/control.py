@@ -37,6 +37,7 @@ _ACTIONS = (
     "undo",
     "pair",
 )
+_PATIENCE_S = 3.0
 _OF_FILES = ("preview", "arm", "pair")
 
 
@@ -156,9 +157,13 @@ def _one(folder: Path, args: argparse.Namespace, arguments: dict[str, Any]) -> i
     from mt_megatron.scope.control.commands import answered, leave, take_back
 
     identity = leave(folder, args.do, arguments)
-    until = time.monotonic() + args.timeout
+    began = time.monotonic()
+    until, is_told = began + args.timeout, False
     try:
         while (answer := answered(folder, identity)) is None:
+            if not is_told and time.monotonic() > began + _PATIENCE_S:
+                print("waiting for the run; Ctrl-C takes the command back", file=sys.stderr)
+                is_told = True
             if time.monotonic() > until:
                 taken = not take_back(folder, identity)
                 why = "it is in a long step" if taken else "is it running?"

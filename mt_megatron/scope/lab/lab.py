@@ -544,9 +544,10 @@ class Lab:
     def _line(self, told: Mapping[str, Any]) -> str:
         targets = told["targets"]
         what = f"{len(targets)} target(s)" if targets else "the ranks named"
+        kept = told["snapshot_mib_of_a_rank"]
         return (
             f"{told['id']} is armed for step {told['starts_at']}: {told['text']}; {what}, snapshot "
-            f"{told['snapshot_mib_of_a_rank']:,.0f} MiB a rank"
+            f"{kept:,.0f} MiB a rank{'; the end of the run undoes all since then, unless undo_at has' if kept else ''}"
         )
 
 

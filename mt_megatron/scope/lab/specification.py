@@ -156,6 +156,8 @@ class Perturbation:
             return f"{self.fault} in steps {self.steps.text()}"
         figures = "".join(f" {name}={value:g}" for name, value in self.figures.items())
         where = self.module or f"ranks {'-'.join(map(str, self.ranks or ()))}"
+        if self.relative:
+            figures += " relative"
         more = [
             f"{name} {','.join(map(str, value))}"
             for name in ("layers", "heads", "microbatches")

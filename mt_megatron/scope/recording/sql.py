@@ -9,7 +9,7 @@ steps        session, step, time_ns, seconds, loss, grad_norm, lr, tokens, token
 rank_steps   session, step, rank, time_ns, seconds, memory_bytes
 stats        session, step, path, layer, statistic, value, parts, of, partial, current, perturbed
 vectors      session, step, path, layer, statistic, vector (JSON list), current
-tensors      session, step, path, what, microbatch, indices (JSON), shape (JSON), bytes
+tensors      session, step, path, what, microbatch, indices (JSON), shape (JSON), bytes, current
 tokens       session, step, path, sample, position, id, loss, entropy
 alerts       session, step, time_ns, kind, path, statistic, value, low, high, text
 dropped      session, source, rank, step, frames, bytes
@@ -70,7 +70,7 @@ CREATE TABLE sessions(session INTEGER PRIMARY KEY, name, attempt, started_ns, wo
   last_current);
 CREATE TABLE ranks(session, rank, tp, pp, dp, cp, ep, host, pid, node);
 CREATE TABLE modules(position INTEGER PRIMARY KEY, path, class, layer, parameters);
-CREATE TABLE tensors(session, step, path, what, microbatch, indices, shape, bytes);
+CREATE TABLE tensors(session, step, path, what, microbatch, indices, shape, bytes, current);
 CREATE TABLE alerts(session, step, time_ns, kind, path, statistic, value, low, high, text);
 CREATE TABLE dropped(session, source, rank, step, frames, bytes);
 CREATE TABLE bookmarks(step, text, time_unix);
@@ -288,11 +288,12 @@ def _fill(connection: sqlite3.Connection, recording: Recording, large: Sequence[
         )
     for session in sessions:
         insert(
-            "INSERT INTO tensors VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+            "INSERT INTO tensors VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
             (
                 (
                     *(key.session, key.step, key.path, key.what, key.microbatch),
                     *(json.dumps(dict(key.index)), json.dumps(key.shape), key.bytes),
+                    session.is_current(key.step),
                 )
                 for key in recording.tensors(session=session.number)
                 if "tensors" in large

@@ -117,7 +117,7 @@ def text(status: Status) -> str:
     sample = "none yet" if status.last_sample is None else f"last at step {status.last_sample}"
     lines.append(f"  {status.statistics} statistics ({sample}), {status.tensors} tensors")
     if status.sessions > 1:
-        lines.append(f"  {status.sessions} sessions: the run was resumed or rewound")
+        lines.append(f"  {status.sessions} sessions: the run was resumed, rewound or paired")
     if status.perturbed:
         lines.append(f"  {status.perturbed} steps were under a perturbation")
     for kind, count in status.thinned.items():

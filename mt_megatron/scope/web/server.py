@@ -114,7 +114,7 @@ class Page:
             again = f" (for another link: mt-megatron scope open {run})" if self._token_file else ""
             return (
                 f"scope: the page listens on 127.0.0.1:{self.port}, loopback only{note}; open within two "
-                f"minutes, once: {self.url()}{again}"
+                f"minutes, once: {self.url()}{again}; Ctrl-C ends it"
             )
         return (
             f"scope: the live page listens on 127.0.0.1:{self.port}, loopback only{note}; open it with "

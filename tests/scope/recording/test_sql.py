@@ -75,6 +75,7 @@ def test_steps_and_everything_else(written: tuple[Recording, Truth]) -> None:
     assert (counts["ranks"], counts["rank_steps"]) == (world, 20 * world)
     assert (counts["alerts"], counts["bookmarks"], counts["requests"]) == (2, 1, 1)
     assert (counts["tensors"], counts["tokens"]) == (len(recording.tensors()), 64)
+    assert query(recording, "select min(current) from tensors").rows == [(1,)]
     assert counts["dropped"] == truth.shape.nodes and counts["modules"] == len(recording.modules())
 
 
