@@ -545,9 +545,10 @@ class Lab:
         targets = told["targets"]
         what = f"{len(targets)} target(s)" if targets else "the ranks named"
         kept = told["snapshot_mib_of_a_rank"]
+        end = "; the end of the run undoes all since then, unless undo_at has" if kept else ""
         return (
             f"{told['id']} is armed for step {told['starts_at']}: {told['text']}; {what}, snapshot "
-            f"{kept:,.0f} MiB a rank{'; the end of the run undoes all since then, unless undo_at has' if kept else ''}"
+            f"{kept:,.0f} MiB a rank{end}"
         )
 
 
