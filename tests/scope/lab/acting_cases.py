@@ -6,19 +6,16 @@ import random
 import threading
 import time
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import ml_dtypes
 import numpy as np
 import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
 
 from mt_megatron.errors import ConfigError
 from mt_megatron.scope.lab import lab
-from mt_megatron.scope.lab.agreement import read_alike
 from mt_megatron.scope.lab.snapshot import MIB, Snapshot, bytes_of
 from mt_megatron.scope.lab.specification import lab_file_from, perturbation_from
 from mt_megatron.seams import events, taps
@@ -576,52 +573,3 @@ def paired_mixture() -> dict[str, Any]:
         for each in opened:
             each.close()
     return {"told": told, "called": list(called)}
-
-
-def failing_pair() -> dict[str, Any]:
-    """A pair whose backward raises an error on all ranks once some gradients are being reduced: the losses
-    that follow, and those of a run without it."""
-    start()
-    flags = "--use-distributed-optimizer --overlap-grad-reduce --ddp-bucket-size 4000"
-    given = entry(kind="scale", factor=2, on="activation", module="decoder.layers.1.mlp")
-    found: dict[str, Any] = {}
-    with bench(flags) as run:
-        found["clean"] = [run.step().loss for _ in range(3)]
-
-    seen: list[int] = []
-
-    def fails(gradient: torch.Tensor) -> None:
-        seen.append(1)
-        # Reductions begin in the last micro-batch; the first step of the pair is whole.
-        if len(seen) == 2 * run.shape.num_microbatches:
-            raise MemoryError("no room")
-
-    with bench(flags) as run:
-        losses = [run.step().loss]
-        weights = dict(run.trainable.bare_chunks()[0].named_parameters())
-        hook = weights["decoder.layers.0.self_attention.linear_qkv.weight"].register_hook(fails)
-        try:
-            run.lab.handlers["pair"](given)
-        except MemoryError as error:
-            found["error"] = str(error)
-        hook.remove()
-        found["losses"] = [*losses, *(run.step().loss for _ in range(2))]
-    return found
-
-
-def files_that_differ(folder: str) -> list[str]:
-    """What each rank says of a lab's file that another one has otherwise, has not, and has alike."""
-    start()
-    said = []
-    with bench(""):
-        rank = dist.get_rank()
-        for seeds in ((1, 2), (1, None), (3, 3)):
-            path = Path(folder) / f"{rank}-{seeds}.yaml"
-            if seeds[rank] is not None:
-                one = "{name: a, kind: mask, on: weight, module: '*.linear_fc2'}"
-                path.write_text(f"seed: {seeds[rank]}\nperturbations: [{one}]\n")
-            try:
-                said.append(str(read_alike(path).perturbations[0].seed))
-            except ConfigError as error:
-                said.append(str(error))
-    return said

@@ -209,12 +209,12 @@ def test_two_hundred_commands_act_promptly(record_property: Any) -> None:
 
 
 def test_a_pair_that_fails_while_gradients_are_reduced_leaves_training_as_it_was() -> None:
-    for found in run_ranks(2, "tests.scope.lab.acting_cases:failing_pair", timeout=300):
+    for found in run_ranks(2, "tests.scope.lab.undo_cases:failing_pair", timeout=300):
         assert found["error"] == "no room" and found["losses"] == found["clean"]
 
 
 def test_a_file_that_ranks_have_otherwise_is_refused_on_all(tmp_path: Path) -> None:
-    found = run_ranks(2, "tests.scope.lab.acting_cases:files_that_differ", str(tmp_path), timeout=120)
+    found = run_ranks(2, "tests.scope.lab.undo_cases:files_that_differ", str(tmp_path), timeout=120)
     for other, missing, alike in found:
         assert other.startswith("rank 1: found another file than rank 0's")
         assert missing.startswith("rank 1: ") and "-(1, None).yaml" in missing
