@@ -102,7 +102,9 @@ def test_fuzzed_messages_are_refused_and_break_nothing(
             control = page.tokens.control if gives else draw.choice([None, "x"])
             status = page.post(path, body, cookie, control=control).status
             uses += 1
-            assert status in (400, 403, 404, 405, 429), (path, body, status)
+            # One in some hundred thousand is a mark as a browser sends it.
+            accepted = (200,) if gives and path == "/api/bookmark" and _is_bookmark(body) else ()
+            assert status in (400, 403, 404, 405, 429, *accepted), (path, body, status)
         elif way == 8 and number % 50 == 8:
             kind = "raw bytes"
             line = draw.choice(
@@ -136,6 +138,17 @@ def test_fuzzed_messages_are_refused_and_break_nothing(
     with page.connect(page.enter()) as again:
         page.publish({"k": "step", "step": 7})
         assert json.loads(again.recv(timeout=10))["step"] == 7
+
+
+def _is_bookmark(body: bytes) -> bool:
+    try:
+        value = json.loads(body)
+    except ValueError:
+        return False
+    if not isinstance(value, dict) or value.keys() != {"step", "text"}:
+        return False
+    step, text = value["step"], value["text"]
+    return type(step) is int and step >= 0 and isinstance(text, str) and text.isprintable()
 
 
 def _text(draw: random.Random) -> str:
