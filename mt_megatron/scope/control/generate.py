@@ -25,6 +25,7 @@ from mt_megatron.checkpoint.run_parts import synchronised_parameters
 from mt_megatron.errors import ConfigError
 from mt_megatron.fp8.state import states_of
 from mt_megatron.parallel.context_parallel import chunks, part_of_sequence, positions
+from mt_megatron.scope.lab.agreement import gathered
 from mt_megatron.scope.lab.random_numbers import key_of, uniform
 from mt_megatron.scope.trainer import Trainer
 from mt_megatron.seams import collectives, taps
@@ -375,9 +376,9 @@ class _Forward:
             else {}
         )
         every: dict[tuple[int, int], NDArray[np.float32]] = {}
-        for part in _everyone(queries):
+        for part in gathered(queries):
             every |= part
-        logits = _everyone(self._logits(captured, every, place) if mine else {})
+        logits = gathered(self._logits(captured, every, place) if mine else {})
         found: dict[str, dict[str, list[float]]] = {}
         for layer, head in sorted(every):
             whole = np.full(place + 1, -np.inf)
@@ -425,15 +426,6 @@ def _gathered_row(row: Tensor, size: int) -> Tensor:
     with collectives.announced("all_gather", "tp", group, row):
         dist.all_gather(parts, row, group=group)
     return torch.cat(parts)
-
-
-def _everyone(own: Any) -> list[Any]:
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return [own]
-    found: list[Any] = [None] * dist.get_world_size()
-    with collectives.announced("all_gather_object", "world", None):
-        dist.all_gather_object(found, own)
-    return found
 
 
 def _softmax(logits: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -86,7 +86,7 @@ class Comparison:
         self._mode: Literal["baseline", "perturbed"] | None = None
         self._kept: dict[tuple[str, int, int], Tensor] = {}
         self._room = 0.0
-        self._left_out = 0
+        self._left_out = self._left_out_of_all = 0
         self._found: dict[str, Difference] = {}
         """By path, in the order in which outputs were complete in the first step."""
 
@@ -123,7 +123,7 @@ class Comparison:
         outputs are complete."""
         every = gathered((list(self._found.items()), self._left_out))
         ranks: list[list[Row]] = [rows for rows, _ in every]
-        self._left_out = sum(left_out for _, left_out in every)
+        self._left_out_of_all = sum(left_out for _, left_out in every)
         total: dict[str, Difference] = {}
         for rows in ranks:
             for path, found in rows:
@@ -138,7 +138,7 @@ class Comparison:
             "perturbed": _figures(changed),
             "modules": [{"path": path, **found.figures()} for path, found in rows],
             "first_difference": next((path for path, found in rows if found.differ), None),
-            "outputs_left_out": self._left_out,
+            "outputs_left_out": self._left_out_of_all,
             "outputs_not_comparable": sum(found.not_comparable for _, found in rows),
         }
 

@@ -107,7 +107,7 @@ def failing_pair() -> dict[str, Any]:
 
 
 def files_that_differ(folder: str) -> list[str]:
-    """What each rank says of a lab's file that another one has otherwise, has not, and has alike."""
+    """Answers of this rank about a lab's file that another one has otherwise, has not, and has alike."""
     start()
     said = []
     with bench(""):
