@@ -491,6 +491,8 @@ class _Maps:
 
 def _pooled(weights: Tensor, height: int, width: int) -> Tensor:
     """[heads, queries, keys] in cells: mean over queries, sum over keys."""
+    if height == width == 1:
+        return weights
     heads, queries, keys = weights.shape
     columns = -(-keys // width)
     if columns * width != keys:

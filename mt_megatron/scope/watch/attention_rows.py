@@ -139,8 +139,8 @@ def _on(values: Tensor, device: torch.device) -> Tensor:
 
 
 def masked(inputs: AttentionInputs, rows: Rows, logits: Tensor, key_places: Tensor | None = None) -> Tensor:
-    """``logits`` with minus infinity where attending is forbidden; ``key_places`` int64 [keys], rising (None:
-    0, 1, 2 ...)."""
+    """``logits``, changed to minus infinity where attending is forbidden; ``key_places`` int64 [keys], rising
+    (None: 0, 1, 2 ...)."""
     device = logits.device
     form = (inputs.query.size(0), logits.size(-1), inputs.mask_kind, inputs.window, device)
     kept = rows.forbidden if key_places is None and inputs.cu_seqlens is None else None
@@ -151,10 +151,10 @@ def masked(inputs: AttentionInputs, rows: Rows, logits: Tensor, key_places: Tens
         places, forbidden = _forbidden(inputs, local, ordered)
         if kept is not None:
             kept[form] = forbidden
-    found = logits.masked_fill(forbidden, -torch.inf)
+    found = logits.masked_fill_(forbidden, -torch.inf)
     batch = inputs.query.size(1) if inputs.query.dim() == 4 else 1
     if inputs.cu_seqlens is not None:
-        found = found.masked_fill(_other_documents(inputs, rows, places, ordered, batch), -torch.inf)
+        found.masked_fill_(_other_documents(inputs, rows, places, ordered, batch), -torch.inf)
     if inputs.mask is not None:
         mask = inputs.mask
         mask = mask[(None,) * (4 - mask.dim())].expand(batch, -1, -1, -1)[rows.samples]
@@ -162,7 +162,7 @@ def masked(inputs: AttentionInputs, rows: Rows, logits: Tensor, key_places: Tens
             mask = mask[:, rows.heads]
         if mask.size(2) > 1:
             mask = mask[:, :, local]
-        found = found.masked_fill(mask, -torch.inf)
+        found.masked_fill_(mask, -torch.inf)
     return found
 
 

@@ -139,21 +139,20 @@ class _Layer:
         self._place = place
         self._input: Tensor | None = None
         self._output: tuple[Any, Tensor] | None = None
-        """The norm of the output, with its call and where it lies, until the next layer has begun."""
+        """Size of the output, with its call and where it lies, until the next layer has begun."""
+
+        self._size = scalars.norm if parts.defers else square_sum
 
     def before(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         hidden: Tensor = args[0] if args else kwargs["hidden_states"]
         # Here, not after the layer: a pipeline may have freed it by then.
-        if self._parts.defers:
-            known, self._output = None if self._before is None else self._before._output, None
-            if self._before is not None:
-                self._before._output = None
-            if known is not None and known[0] == _same(call, hidden):
-                self._input = known[1]
-            else:
-                self._input = scalars.norm(self._place.own_rows(hidden, self._place.tokens_spread))
-            return
-        self._input = square_sum(self._place.own_rows(hidden, self._place.tokens_spread))
+        known, self._output = None if self._before is None else self._before._output, None
+        if self._before is not None:
+            self._before._output = None
+        if known is not None and known[0] == _same(call, hidden):
+            self._input = known[1]
+        else:
+            self._input = self._size(self._place.own_rows(hidden, self._place.tokens_spread))
 
     def after(self, call: Call, output: Any) -> None:
         before, self._input = self._input, None
@@ -164,22 +163,21 @@ class _Layer:
         if values.numel() == 0:
             return
         path, parts = self._path, self._parts
+        own = self._size(values)
+        if call.microbatch >= 0:
+            self._output = _same(call, whole), own
         if parts.defers:
-            own = scalars.norm(values)
-            if call.microbatch >= 0:
-                self._output = _same(call, whole), own
             parts.later(scalars.LAYER, self._paths, [own], [float(values.numel())])
             parts.later(scalars.GROWTH, self._paths, [own, before])
             parts.channels(path, scalars.largest_of_channels(values))
             if parts.counts:
                 parts.add(path, "not_finite", not_finite(values, own))
             return
-        squares, maxima = square_sum(values), channel_maxima(values)
-        parts.add(path, "activation_rms", [squares, float(values.numel())])
-        parts.largest(path, "activation_max", _largest(maxima, squares))
-        parts.add(path, "not_finite", not_finite(values, squares))
-        parts.add(path, "residual_growth", [squares, before])
-        parts.outliers(path, maxima, squares, values.numel())
+        maxima = channel_maxima(values)
+        _counts(parts, path, values, float(own))
+        parts.largest(path, "activation_max", _largest(maxima, own))
+        parts.add(path, "residual_growth", [float(own), float(before)])
+        parts.outliers(path, maxima, own, values.numel())
 
 
 def _activation(parts: Parts, place: Place, path: str, call: Call, output: Any) -> None:
@@ -196,11 +194,15 @@ def _activation(parts: Parts, place: Place, path: str, call: Call, output: Any) 
         if parts.counts:
             parts.add(path, "not_finite", not_finite(values, found[0]))
         return
-    squares = square_sum(values)
-    parts.add(path, "activation_rms", [squares, float(values.numel())])
+    _counts(parts, path, values, float(square_sum(values)))
     low, high = torch.aminmax(values)
     parts.largest(path, "activation_max", torch.maximum(high, -low))
-    parts.add(path, "not_finite", not_finite(values, squares))
+
+
+def _counts(parts: Parts, path: str, values: Tensor, squares: float) -> None:
+    """What numbers tell that the host of a CPU has at once."""
+    parts.add(path, "activation_rms", [squares, values.numel()])
+    parts.add(path, "not_finite", not_finite(values, squares).tolist())
 
 
 def _same(call: Call, values: Tensor) -> Any:

@@ -35,8 +35,8 @@ _TOGETHER = 2**25
 """Elements worked on in the same kernels, on other devices than a CPU: two temporaries are as large as they
 are together."""
 
-_PIECE_OF_CPU = 2**18
-"""The same on a CPU, whose cache then holds them."""
+_PIECE_OF_CPU = 2**16
+"""The same on a CPU, whose cache then holds them, and whose products are summed up in float32."""
 
 WHOLE = ""
 """Path of the whole model."""
@@ -201,7 +201,9 @@ class Norms:
             for (index, _), each in zip(known, norms, strict=True):
                 parts.later(scalars.GRADIENT, self._paths[index], [each])
             return
-        self._add(parts, "gradient_norm", [[share.gradient] for share in self._shares])
+        for index, share in enumerate(self._shares):
+            if share.gradient is not None:
+                self._add(parts, "gradient_norm", index, [_squares(share.gradient)])
 
     def before_update(self) -> None:
         """Copy what the optimizer's state will not tell."""
@@ -213,24 +215,19 @@ class Norms:
         if parts.defers:
             self._after_update_later(parts, skipped=skipped)
             return
-        weights = [_squares(share.weight) for share in self._shares]
-        self._sum(parts, "weight_norm", [[each] for each in weights])
-        for share in self._shares:
+        for index, share in enumerate(self._shares):
+            copy = self._copies.pop(index, None)
+            told = update_of(share) if copy is None and not skipped else None
+            weights = _squares(share.weight) if told is None else told[0]
+            self._add(parts, "weight_norm", index, [weights])
             if share.name == "embedding.word_embeddings.weight":
                 self._embedding(parts, share)
-        updates: list[Sequence[Tensor] | None] = []
-        for index, share in enumerate(self._shares):
             if skipped:
-                updates.append((torch.zeros_like(weights[index]), weights[index]))
-            elif index in self._copies:
-                before = self._copies[index]
-                updates.append((_squares(share.weight - before), _squares(before)))
-            else:
-                updates.append(update_of(share, weights[index]))
-        self._copies = {}
-        if all(each is None for each in updates):
-            return
-        self._sum(parts, "update_ratio", updates)
+                self._add(parts, "update_ratio", index, [0.0, weights])
+            elif copy is not None:
+                self._add(parts, "update_ratio", index, [_squares(share.weight - copy), _squares(copy)])
+            elif told is not None:
+                self._add(parts, "update_ratio", index, told[1:])
 
     def _after_update_later(self, parts: Parts, *, skipped: bool) -> None:
         weights = _norms([share.weight for share in self._shares])
@@ -264,37 +261,17 @@ class Norms:
             norm, rows = scalars.norm(share.weight[: last - first]), (last - first) / share.row_size
             parts.later(scalars.EMBEDDING, ("embedding.word_embeddings",), [norm], [rows])
         elif last > first:
-            squares = square_sum(share.weight[: last - first])
-            parts.add(
-                "embedding.word_embeddings", "embedding_norm", [squares, (last - first) / share.row_size]
-            )
+            found = [_squares(share.weight[: last - first]), (last - first) / share.row_size]
+            parts.add("embedding.word_embeddings", "embedding_norm", found)
 
-    def _add(self, parts: Parts, statistic: str, tensors: Sequence[Sequence[Tensor | None]]) -> None:
-        self._sum(
-            parts,
-            statistic,
-            [None if each[0] is None else [_squares(each[0])] for each in tensors],
-        )
-
-    def _sum(self, parts: Parts, statistic: str, squares: Sequence[Sequence[Tensor] | None]) -> None:
-        """Add up by unit, in one go."""
-        there = [(unit, each) for unit, each in zip(self._unit, squares, strict=True) if each is not None]
-        if not there:
-            return
-        rows = torch.stack([torch.stack(list(each)) for _, each in there])
-        wide = wide_float(rows.device)
-        index = torch.tensor([unit for unit, _ in there], device=rows.device)
-        sums = torch.zeros(len(self._units) - 1, rows.size(1), dtype=wide, device=rows.device)
-        sums.index_add_(0, index, rows.to(wide))
-        sums = torch.cat((sums.sum(dim=0, keepdim=True), sums))
-        seen = {unit for unit, _ in there}
-        for number, unit in enumerate(self._units):
-            if number == 0 or number - 1 in seen:
-                parts.add(unit, statistic, sums[number])
+    def _add(self, parts: Parts, statistic: str, index: int, sums: Sequence[float]) -> None:
+        for path in self._paths[index]:
+            parts.add(path, statistic, sums)
 
 
-def _squares(values: Tensor) -> Tensor:
-    return square_sum(values)
+def _squares(values: Tensor) -> float:
+    """On a CPU, where a look at it waits for nothing."""
+    return float(square_sum(values))
 
 
 def _norms(tensors: list[Tensor]) -> list[Tensor]:
@@ -310,34 +287,34 @@ def _norms(tensors: list[Tensor]) -> list[Tensor]:
 # What an optimizer did, told by its state after the update.
 
 
-def update_of(share: Share, weights: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Sums of squares of the last update and of the weights before it; None where the optimizer's state does
-    not tell it. ``weights`` is the sum of squares of the weights after it."""
+def update_of(share: Share) -> tuple[float, float, float] | None:
+    """Sums of squares of the weights after the last update, of the update and of the weights before it; None
+    where the optimizer's state does not tell it. On a CPU."""
     rule = _rule(share)
     state = share.inner.state.get(share.held)
     if rule is None or not state:
         return None
     held = share.held.detach().view(-1)
-    size = _PIECE_OF_CPU if held.device.type == "cpu" else _PIECE
-    squares, products, decay = [], [], 0.0
-    for first in range(share.start, share.stop, size):
-        piece = slice(first, min(first + size, share.stop))
-        subtracted, decay = rule(share, state, piece)
-        squares.append(square_sum(subtracted))
-        products.append(torch.dot(subtracted, held[piece].float()))
-    # after = kept * before - subtracted, so that two sums over the elements give all others.
+    after = square = product = multiple = decay = 0.0
+    for first in range(share.start, share.stop, _PIECE_OF_CPU):
+        piece = slice(first, min(first + _PIECE_OF_CPU, share.stop))
+        direction, multiple, decay = rule(share, state, piece)
+        weights = held[piece].float()
+        after += float(torch.dot(weights, weights))
+        square += multiple**2 * float(torch.dot(direction, direction))
+        product += multiple * float(torch.dot(direction, weights))
+    # after = kept * before - multiple * direction, so that sums over the elements give all others.
     kept = 1.0 - decay
-    square = torch.stack(squares).sum()
-    product = torch.stack(products).to(square.dtype).sum()
-    before = (weights + 2.0 * product + square) / kept**2
-    return square + 2.0 * decay * (product + square) / kept + decay**2 * before, before
+    before = (after + 2.0 * product + square) / kept**2
+    return after, square + 2.0 * decay * (product + square) / kept + decay**2 * before, before
 
 
-_Rule = Callable[[Share, Any, slice], tuple[Tensor, float]]
+_Rule = Callable[[Share, Any, slice], tuple[Tensor, float, float]]
 
 
 def _rule(share: Share) -> _Rule | None:
-    """What subtracts what from the weights, with what part of them; None where that is not known."""
+    """What tells a direction, the multiple of it that was subtracted from the weights, and their decay; None
+    where that is not known."""
     group, name = share.group, type(share.inner).__name__
     if any(group.get(option) for option in ("amsgrad", "maximize", "nesterov")):
         return None
@@ -356,21 +333,16 @@ def _adam_w_mode(inner: Any) -> bool:
     return bool(getattr(inner, "adam_w_mode", True))
 
 
-def _adamw(share: Share, state: Any, piece: slice) -> tuple[Tensor, float]:
-    """Loshchilov and Hutter, arXiv:1711.05101, algorithm 2; as in torch the decay is times the rate."""
-    group = share.group
-    lr, (beta1, beta2) = float(group["lr"]), group["betas"]
-    step: Any = state.get("step", group.get("step"))
-    if isinstance(step, Tensor):
-        # On a device a look at the number would wait for it.
-        step = float(step) if step.device.type == "cpu" else step.to(wide_float(step.device))
-    correction1, correction2 = 1.0 - beta1**step, (1.0 - beta2**step) ** 0.5
+def _adamw(share: Share, state: Any, piece: slice) -> tuple[Tensor, float, float]:
+    """Loshchilov and Hutter, arXiv:1711.05101, algorithm 2; as in torch the decay is times the rate. Of a
+    number of steps that the host has."""
     first = state["exp_avg"].view(-1)[piece].float()
     second = state["exp_avg_sq"].view(-1)[piece].float()
-    # lr * (first / correction1) / (sqrt(second) / correction2 + eps), with few passes over the elements.
-    root = second.sqrt().add_(group["eps"] * correction2)
-    update = torch.div(first, root, out=root).mul_(lr * correction2 / correction1)
-    return update, lr * float(group["weight_decay"])
+    multiple, eps = _rate(share, state)
+    # Some CPUs take 20 times as long for the root of 0 [measured]; beside eps what is so small is nothing.
+    root = second.clamp_min((1e-5 * eps) ** 2).sqrt_().add_(eps)
+    decay = float(share.group["lr"]) * float(share.group["weight_decay"])
+    return torch.div(first, root, out=root), multiple, decay
 
 
 Rate = tuple[Any, Any]
@@ -421,8 +393,8 @@ def pieces_of(
         for first in range(share.start, share.stop, _PIECE):
             piece = slice(first, min(first + _PIECE, share.stop))
             if rule is not _adamw:
-                direction, decay = rule(share, state, piece)
-                yield index, _scalars_of(share, piece, weights[index], direction), (decay, 1.0)
+                direction, multiple, decay = rule(share, state, piece)
+                yield index, _scalars_of(share, piece, weights[index], direction), (decay, multiple)
                 continue
             together = waiting[index in rates]
             if together.size + piece.stop - piece.start > _TOGETHER:
@@ -500,7 +472,6 @@ def _rate(share: Share, state: Any) -> Rate:
     return float(group["lr"]) * root / (1.0 - beta1**step), group["eps"] * root
 
 
-def _momentum(share: Share, state: Any, piece: slice) -> tuple[Tensor, float]:
-    buffer: Tensor = state["momentum_buffer"].view(-1)[piece].float()
+def _momentum(share: Share, state: Any, piece: slice) -> tuple[Tensor, float, float]:
     # Weight decay is in the gradient, and so in the buffer.
-    return buffer * float(share.group["lr"]), 0.0
+    return state["momentum_buffer"].view(-1)[piece].float(), float(share.group["lr"]), 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import threading
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -52,7 +53,7 @@ class Parts:
 
     def add(self, path: str, statistic: str, sums: Sequence[Tensor | float] | Tensor) -> None:
         """Add ``sums``: a vector, or tensors [] followed by numbers that the host knows."""
-        device: Tensor | None
+        device: Tensor | None = None
         known: list[float] = []
         if isinstance(sums, Tensor):
             device = sums.reshape(-1)
@@ -60,12 +61,11 @@ class Parts:
             tensors = [each for each in sums if isinstance(each, Tensor)]
             known = [float(each) for each in sums[len(tensors) :]]
             device = torch.stack(tensors) if tensors else None
-        key = (path, statistic)
-        found = self._entries.get(key)
+        found = self._entries.get((path, statistic))
         if found is None:
-            found = self._entries[key] = _Sums(known)
+            found = self._entries[path, statistic] = _Sums(known)
         elif known:
-            found.known += known  # type: ignore[attr-defined]
+            found.known = list(map(operator.add, found.known, known))  # type: ignore[attr-defined]
         if device is not None:
             found.add(device, self._dtype)  # type: ignore[attr-defined]
 
@@ -171,8 +171,8 @@ class _Entry(Protocol):
 
 
 class _Sums:
-    def __init__(self, known: Sequence[float]) -> None:
-        self.known = np.asarray(known, np.float64)
+    def __init__(self, known: list[float]) -> None:
+        self.known = known
         self._sums: Tensor | None = None
 
     @property

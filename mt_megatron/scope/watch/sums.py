@@ -6,6 +6,8 @@ micro-batches is added in ``parts``. Reductions run in float32 at least, like to
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -24,7 +26,7 @@ def square_sum(values: Tensor) -> Tensor:
     norms = torch.linalg.vector_norm(flat[: blocks * _BLOCK].view(blocks, _BLOCK), dim=1, dtype=wide(values))
     rest = torch.linalg.vector_norm(flat[blocks * _BLOCK :], dtype=wide(values)).reshape(1)
     norms = torch.cat((norms, rest)).to(wide_float(values.device))
-    return (norms * norms).sum()
+    return torch.dot(norms, norms)
 
 
 def wide(values: Tensor) -> torch.dtype:
@@ -32,9 +34,9 @@ def wide(values: Tensor) -> torch.dtype:
     return torch.float64 if values.dtype is torch.float64 else torch.float32
 
 
-def not_finite(values: Tensor, squares: Tensor) -> Tensor:
+def not_finite(values: Tensor, squares: Tensor | float) -> Tensor:
     """int64 [2]: NaN and infinite elements of ``values``, whose sum of squares is ``squares``."""
-    if values.device.type == "cpu" and bool(torch.isfinite(squares)):
+    if values.device.type == "cpu" and math.isfinite(squares):
         # Counting takes ten times as long as the sum; on another device a look at it would wait.
         return torch.zeros(2, dtype=torch.int64)
     infinite = torch.count_nonzero(values == float("inf")) + torch.count_nonzero(values == -float("inf"))

@@ -51,22 +51,26 @@ def tiles_of(values: Tensor) -> Tiles:
         # What fills up the last tile repeats an element of it, so that it changes neither end.
         padded = torch.cat((wide, wide[:, -1:].expand(rows, count * size - columns)), dim=1)
     tiles = padded.reshape(rows, count, size)
-    is_finite = tiles.isfinite()
-    finite = tiles.where(is_finite, 0.0)
-    # 0 where all elements are finite, else their infinity, else NaN.
-    wrong = tiles.where(~is_finite, 0.0).sum(dim=-1)
-    low, high = finite.amin(dim=-1), finite.amax(dim=-1)
+    finite, wrong = tiles, torch.zeros(())
+    # On another device a look at the range would wait.
+    plain = tiles.device.type == "cpu" and bool(torch.isfinite(tiles.amax() - tiles.amin()))
+    if not plain:
+        is_finite = tiles.isfinite()
+        finite = tiles.where(is_finite, 0.0)
+        # 0 where all elements are finite, else their infinity, else NaN.
+        wrong = tiles.where(~is_finite, 0.0).sum(dim=-1, keepdim=True)
+    low, high = finite.amin(dim=-1, keepdim=True), finite.amax(dim=-1, keepdim=True)
     # Halves before the difference, which would overflow for the widest ranges.
     scale = (high / _CODES - low / _CODES).clamp_min(torch.finfo(torch.float32).tiny)
-    codes = (
-        ((finite - low[..., None]) / scale[..., None]).nan_to_num(posinf=_CODES).round_().clamp_(0, _CODES)
-    )
+    steps = (finite - low).div_(scale)
+    steps = (steps if plain else steps.nan_to_num_(posinf=_CODES)).round_().clamp_(0, _CODES)
+    codes = steps.to(torch.uint8).reshape(rows, count * size)[:, :columns]
     low = low + wrong
-    difference = (tiles - (low[..., None] + scale[..., None] * codes)).abs()
-    error = difference.reshape(*values.shape[:-2], -1).amax(dim=-1)
+    off = steps.mul_(scale).add_(low).sub_(tiles).reshape(*values.shape[:-2], -1)
+    error = torch.maximum(off.amax(dim=-1), -off.amin(dim=-1))
     return Tiles(
-        codes=codes.to(torch.uint8).reshape(rows, count * size)[:, :columns],
-        scale=scale,
-        low=low,
+        codes=codes,
+        scale=scale[..., 0],
+        low=low[..., 0],
         error=error.nan_to_num(nan=float("inf"), posinf=float("inf")),
     )

@@ -232,6 +232,17 @@ def test_what_is_not_finite_makes_the_error_infinite() -> None:
     assert torch.equal(tiles.codes[0], whole.codes[0]) and torch.equal(tiles.low[0], whole.low[0])
 
 
+def test_finite_tiles_are_those_beside_what_is_not_finite() -> None:
+    values = random(2, 9, 150)
+    values[0, 4, :75] *= 1e37
+    beside = values.clone()
+    beside[1, 0, 3] = math.inf
+    plain, general = tiles_of(values), tiles_of(beside)
+    for name in ("codes", "scale", "low"):
+        assert torch.equal(getattr(plain, name)[:9], getattr(general, name)[:9]), name
+    assert plain.error[0] == general.error[0] and math.isinf(general.error[1])
+
+
 @pytest.mark.parametrize("sign", [1, -1])
 def test_an_infinite_element_is_read_as_one(sign: int) -> None:
     values = random(1, 64)
@@ -382,8 +393,9 @@ def test_calls_for_prediction_depths_tokens_are_no_output_of_the_embedding() -> 
     assert held.data.eq(1).all()
     layout_of, vector, values_of = parts.taken()
     values = values_of(vector.numpy())
-    assert [each[:2] for each in layout_of][0] == ("embedding", "activation_rms")
-    assert values[:2].tolist() == [64.0, 64.0] and values[layout_of[0][2]] == 1.0
+    ends = np.cumsum([length for _, _, length in layout_of])
+    found = {name: values[end - n : end].tolist() for (_, name, n), end in zip(layout_of, ends, strict=True)}
+    assert found["activation_rms"] == [64.0, 64.0] and found["activation_max"] == [1.0]
 
 
 def test_rows_of_heads_far_apart_stay_within_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
