@@ -250,9 +250,6 @@ def problems(config: TrainingConfig, *, world_size: int = 1, check_files: bool =
         *rampup_problems(config, world_size),
         *scan_problems(config),
         *scope_problems(config, packages=check_files),
-        *(
-            [*backend_problems(config), *file_problems(config), *lab_problems(config, world_size)]
-            if check_files
-            else []
-        ),
+        *([*backend_problems(config), *file_problems(config)] if check_files else []),
+        *lab_problems(config, world_size, must_exist=check_files),
     ]

@@ -445,6 +445,20 @@ def test_packages_may_be_on_the_machines_alone(monkeypatch: pytest.MonkeyPatch) 
         assert any(package in line and "not installed" in line for line in here), "where it runs it is needed"
 
 
+def test_a_lab_file_that_is_here_is_read(tmp_path: Path) -> None:
+    lab = tmp_path / "lab.yaml"
+    options = (*JOB.options, "--mock-data", "--train-iters", "9", "--scope", "record")
+    options += ("--scope-lab", str(lab))
+    job = replace(JOB, options=options)
+    check_job(job, restarts=True)  # Only the machines may have it.
+    lab.write_text("perturbations: [{kind: scale, on: weight, module: '*', factor: 2, steps: 10-12}]")
+    with pytest.raises(ConfigError, match=r"--scope-lab: .* has steps 10-12; expected a first of at most 9"):
+        check_job(job, restarts=True)
+    lab.write_text("perturbations: [{kind: bit_flop}]")
+    with pytest.raises(ConfigError, match=r"--scope-lab: .*bit_flop"):
+        check_job(job, restarts=True)
+
+
 def test_tensor_parallelism_over_several_nodes_is_refused_unless_allowed() -> None:
     options = (*JOB.options, "--mock-data", "--train-iters", "1", "--tensor-model-parallel-size", "8")
     job = replace(JOB, options=options, processes_per_node=4, nodes=4)

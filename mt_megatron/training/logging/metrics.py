@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from mt_megatron.checkpoint.file_locks import FileLock
 from mt_megatron.config.schema import TrainingConfig
 from mt_megatron.errors import ConfigError
 
@@ -83,6 +84,10 @@ def metrics_path(config: TrainingConfig) -> Path | None:
     return None if config.checkpoint.save is None else Path(config.checkpoint.save) / DEFAULT_NAME
 
 
+_own: set[Path] = set()
+"""Files that this process has written to: a run of it that failed may not have closed them."""
+
+
 class Metrics:
     """JSONL records, appended one by one; a file of None records nothing.
 
@@ -94,16 +99,27 @@ class Metrics:
     title = "metrics"
 
     def __init__(self, path: Path | None) -> None:
+        """Raises ``ConfigError`` where ``path`` cannot be written, or another process's run writes to it."""
         self.path = path
         self._file: int | None = None
+        self._lock: FileLock | None = None
         if path is None:
             return
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
             self._torn = _ends_within_a_line(self._file)
+            # A pipe or a device takes the lines of many.
+            self._lock = FileLock(path) if path.is_file() else None
         except OSError as error:
             raise ConfigError(f"cannot append to {path}: {error.strerror}; change --metrics-path") from error
+        if self._lock is not None and self._lock.state == "busy" and path.resolve() not in _own:
+            self.close()
+            raise ConfigError(
+                f"another run writes its records to {path}; expected a folder of its own for each run's. Set "
+                "--metrics-path to a file in another one, or end that run first"
+            )
+        _own.add(path.resolve())
 
     def record(self, event: str, iteration: int, values: Mapping[str, Any]) -> None:
         """Append one record. Numbers that JSON cannot hold (NaN, infinity) become null.
@@ -122,6 +138,8 @@ class Metrics:
 
     def close(self) -> None:
         """Close the file."""
+        if self._lock is not None:
+            self._lock.close()
         if self._file is not None:
             os.close(self._file)
             self._file = None

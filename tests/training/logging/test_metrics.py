@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +13,7 @@ import pytest
 from mt_megatron.errors import ConfigError
 from mt_megatron.training.logging.metrics import Metrics, perplexity
 from mt_megatron.training.logging.quantities import duration
+from tests.launch import ROOT
 
 
 def test_records_are_one_json_object_per_line_and_appended(tmp_path: Path) -> None:
@@ -30,6 +34,32 @@ def test_a_record_is_on_disk_before_the_run_ends(tmp_path: Path) -> None:
     metrics.record("train", 1, {})
     assert (tmp_path / "m.jsonl").read_text().endswith("\n")
     metrics.close()
+
+
+HOLDS = """
+import sys
+from pathlib import Path
+from mt_megatron.training.logging.metrics import Metrics
+metrics = [Metrics(Path(each)) for each in sys.argv[1:]]
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_one_process_at_a_time_writes_to_a_file(tmp_path: Path) -> None:
+    path, device = tmp_path / "m.jsonl", Path(os.devnull)
+    command = [sys.executable, "-W", "ignore", "-c", HOLDS, str(path), str(device)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT) as other:
+        assert other.stdout is not None and other.stdout.readline() == b"held\n"
+        with pytest.raises(ConfigError, match=rf"another run writes its records to {path}; .*metrics-path"):
+            Metrics(path)
+        Metrics(device).close()
+    # It ended, without closing anything. A run of this process that failed does not hinder the next.
+    first, second = Metrics(path), Metrics(path)
+    second.record("train", 1, {})
+    second.close()
+    first.close()
+    assert len(path.read_text().splitlines()) == 1
 
 
 def test_not_a_number_becomes_null(tmp_path: Path) -> None:
