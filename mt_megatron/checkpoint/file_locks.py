@@ -31,6 +31,8 @@ class FileLock:
     process that took it, however that ends.
     """
 
+    _descriptor = -1
+
     def __init__(self, path: Path, *, shared: bool = False, create: bool = False) -> None:
         """Takes the lock without waiting; ``state`` says whether that succeeded. Raises ``OSError`` when
         ``path`` cannot be opened."""
@@ -86,6 +88,9 @@ class FileLock:
                 raise
             return False
 
+    def __del__(self) -> None:
+        self.close()
+
     def close(self) -> None:
         """Let go of the lock; a second time does nothing."""
         descriptor, self._descriptor = self._descriptor, -1
@@ -95,6 +100,12 @@ class FileLock:
 
 
 _held = weakref.WeakSet()
+
+
+def is_own(path: Path) -> bool:
+    """Whether this process holds the lock on ``path``. Host and process number in a file do not say so: two
+    containers with the machine's host name may have the same."""
+    return any(each.state == "held" and each.path.resolve() == path.resolve() for each in list(_held))
 
 
 def _in_a_fork() -> None:

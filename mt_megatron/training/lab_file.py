@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import os
 
 from mt_megatron.config.schema import TrainingConfig
 from mt_megatron.errors import ConfigError
@@ -10,9 +10,9 @@ from mt_megatron.errors import ConfigError
 
 def lab_problems(config: TrainingConfig, world_size: int, *, must_exist: bool = True) -> list[str]:
     """What is wrong with the file of perturbations, as far as it can be told without the model. Unless it
-    ``must_exist``, nothing is said of one that only the machines of the job may have."""
+    ``must_exist``, nothing is said of one that cannot be read here: the job's machines may have it."""
     path = config.scope.scope_lab
-    if path is None or config.scope.scope == "off" or not (must_exist or Path(path).exists()):
+    if path is None or config.scope.scope == "off" or not (must_exist or os.access(path, os.R_OK)):
         return []
     # Not earlier: a run without one need not load it.
     from mt_megatron.scope.lab.specification import read_lab_file

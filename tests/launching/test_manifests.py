@@ -451,6 +451,8 @@ def test_a_lab_file_that_is_here_is_read(tmp_path: Path) -> None:
     options += ("--scope-lab", str(lab))
     job = replace(JOB, options=options)
     check_job(job, restarts=True)  # Only the machines may have it.
+    too_long = (*options[:-1], f"{tmp_path}/{'x' * 300}.yaml")
+    check_job(replace(job, options=too_long), restarts=True)
     lab.write_text("perturbations: [{kind: scale, on: weight, module: '*', factor: 2, steps: 10-12}]")
     with pytest.raises(ConfigError, match=r"--scope-lab: .* has steps 10-12; expected a first of at most 9"):
         check_job(job, restarts=True)

@@ -9,19 +9,12 @@ import os
 import socket
 import time
 from collections.abc import Callable
-from pathlib import Path
 
-from mt_megatron.checkpoint.file_locks import FileLock
+from mt_megatron.checkpoint.file_locks import FileLock, is_own
 from mt_megatron.errors import ScopeError
 from mt_megatron.scan.format.run_files import make_private_folder
 
 from .files import ScopeFiles
-
-_own: set[Path] = set()
-"""Lock files that this process holds. Host and pid in a file do not say so: of two containers with the
-machine's host name and pid namespaces of their own, both may have the same."""
-
-os.register_at_fork(after_in_child=_own.clear)
 
 
 def hold(files: ScopeFiles, say: Callable[[str], None]) -> Callable[[], None]:
@@ -46,16 +39,10 @@ def hold(files: ScopeFiles, say: Callable[[str], None]) -> Callable[[], None]:
         about = {"host": socket.gethostname(), "pid": os.getpid(), "since": since}
         with contextlib.suppress(OSError):  # A full disk does not keep the lock from being held.
             lock.write(json.dumps(about).encode())
-        _own.add(path)
-
-        def release() -> None:
-            _own.discard(path)
-            lock.close()
-
-        return release
+        return lock.close
     with lock:
         holder = lock.holder()
-    if lock.state == "busy" and path not in _own:
+    if lock.state == "busy" and not is_own(path):
         raise ScopeError(
             f"another run records to {files.root}: process {holder.get('pid', 'unknown')} on host "
             f"{holder.get('host', 'unknown')}, since {holder.get('since', 'unknown')}; expected a folder of "

@@ -176,10 +176,7 @@ class Norms:
         self._shares = list(shares)
         self._place = place
         self._vocab_size = vocab_size
-        units = list(dict.fromkeys(unit_of(share.name) for share in self._shares))
-        self._units = [WHOLE, *units]
-        self._unit = [units.index(unit_of(share.name)) for share in self._shares]
-        self._paths = [(WHOLE, units[unit]) for unit in self._unit]
+        self._paths = [(WHOLE, unit_of(share.name)) for share in self._shares]
         self._copies: dict[int, Tensor] = {}
         unknown = [index for index, share in enumerate(self._shares) if _rule(share) is None]
         self._copied = unknown
@@ -304,7 +301,7 @@ def update_of(share: Share) -> tuple[float, float, float] | None:
         square += multiple**2 * float(torch.dot(direction, direction))
         product += multiple * float(torch.dot(direction, weights))
     # after = kept * before - multiple * direction, so that sums over the elements give all others.
-    kept = 1.0 - decay
+    kept = 1.0 - decay or float("nan")
     before = (after + 2.0 * product + square) / kept**2
     return after, square + 2.0 * decay * (product + square) / kept + decay**2 * before, before
 

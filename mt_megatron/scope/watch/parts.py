@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import threading
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -65,7 +64,7 @@ class Parts:
         if found is None:
             found = self._entries[path, statistic] = _Sums(known)
         elif known:
-            found.known = list(map(operator.add, found.known, known))  # type: ignore[attr-defined]
+            found.add_known(known)  # type: ignore[attr-defined]
         if device is not None:
             found.add(device, self._dtype)  # type: ignore[attr-defined]
 
@@ -178,6 +177,9 @@ class _Sums:
     @property
     def more(self) -> int:
         return len(self.known)
+
+    def add_known(self, known: list[float]) -> None:
+        self.known = [a + b for a, b in zip(self.known, known, strict=True)]
 
     def add(self, sums: Tensor, dtype: torch.dtype) -> None:
         if self._sums is None:

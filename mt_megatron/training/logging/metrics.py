@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from mt_megatron.checkpoint.file_locks import FileLock
+from mt_megatron.checkpoint.file_locks import FileLock, is_own
 from mt_megatron.config.schema import TrainingConfig
 from mt_megatron.errors import ConfigError
 
@@ -84,10 +84,6 @@ def metrics_path(config: TrainingConfig) -> Path | None:
     return None if config.checkpoint.save is None else Path(config.checkpoint.save) / DEFAULT_NAME
 
 
-_own: set[Path] = set()
-"""Files that this process has written to: a run of it that failed may not have closed them."""
-
-
 class Metrics:
     """JSONL records, appended one by one; a file of None records nothing.
 
@@ -113,13 +109,18 @@ class Metrics:
             self._lock = FileLock(path) if path.is_file() else None
         except OSError as error:
             raise ConfigError(f"cannot append to {path}: {error.strerror}; change --metrics-path") from error
-        if self._lock is not None and self._lock.state == "busy" and path.resolve() not in _own:
+        # A run of this process that failed may not have closed it.
+        if self._lock is not None and self._lock.state == "busy" and not is_own(path):
             self.close()
             raise ConfigError(
                 f"another run writes its records to {path}; expected a folder of its own for each run's. Set "
                 "--metrics-path to a file in another one, or end that run first"
             )
-        _own.add(path.resolve())
+
+    @property
+    def unlocked(self) -> str | None:
+        """Reason why nothing keeps a second run from writing to it; None where the lock does."""
+        return self._lock.reason if self._lock is not None and self._lock.state == "unsupported" else None
 
     def record(self, event: str, iteration: int, values: Mapping[str, Any]) -> None:
         """Append one record. Numbers that JSON cannot hold (NaN, infinity) become null.

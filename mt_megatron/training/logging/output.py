@@ -143,6 +143,8 @@ class Output:
             subtitle=_subtitle(job, config),
         )
         self.records = Records(sinks, self.display.say)
+        if self._metrics is not None and self._metrics.unlocked:
+            self.display.say(f"metrics: no lock keeps a second run out ({self._metrics.unlocked})")
         self._pace = Pace(config.logging.log_interval)
         self._clock: CommunicationClock | None = None
         self._told = False

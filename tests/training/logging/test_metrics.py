@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import subprocess
@@ -58,8 +60,23 @@ def test_one_process_at_a_time_writes_to_a_file(tmp_path: Path) -> None:
     first, second = Metrics(path), Metrics(path)
     second.record("train", 1, {})
     second.close()
-    first.close()
     assert len(path.read_text().splitlines()) == 1
+    # Once nobody has these objects another process may, and then this one may not.
+    del first, second
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT) as other:
+        assert other.stdout is not None and other.stdout.readline() == b"held\n"
+        with pytest.raises(ConfigError):
+            Metrics(path)
+
+
+def test_storage_without_locks_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    metrics = Metrics(tmp_path / "m.jsonl")
+    assert metrics.unlocked == "No locks available"
+    metrics.close()
 
 
 def test_not_a_number_becomes_null(tmp_path: Path) -> None:
