@@ -24,6 +24,7 @@ from mt_megatron.errors import MtMegatronError
 from mt_megatron.seams import events
 from mt_megatron.training import loop
 from mt_megatron.training.scope_session import Scope
+from tests.locks import locked_by_another
 from tests.second_lane import DAILY
 from tests.training.faults import injected
 from tests.training.loop_cases import MODEL, TRAINING, start
@@ -90,7 +91,7 @@ def _refused(run: str) -> dict[str, Any]:
     with ExitStack() as held:
         if dist.get_rank() == 0:
             root.mkdir(parents=True)
-            held.enter_context(FileLock(root / "run.lock", create=True))
+            held.enter_context(locked_by_another(root / "run.lock"))
         dist.barrier()
         found = _run(f"--scope-dir {run} --scope record --train-iters 1")
         dist.barrier()

@@ -113,7 +113,7 @@ class Metrics:
         if self._lock is not None and self._lock.state == "busy" and not is_own(path):
             self.close()
             raise ConfigError(
-                f"another run writes its records to {path}; expected a folder of its own for each run's. Set "
+                f"another run writes its records to {path}; expected a folder of its own for each run. Set "
                 "--metrics-path to a file in another one, or end that run first"
             )
 

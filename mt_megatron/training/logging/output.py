@@ -134,7 +134,7 @@ class Output:
             failure = error
         said = job.agree(failure)
         if said is not None:
-            raise failure or ConfigError(said)
+            raise failure or ConfigError(said.partition(": ")[2])
         self.display = Display(
             train_iters,
             enabled=job.is_main,

@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 
-from mt_megatron.checkpoint.file_locks import FileLock
 from mt_megatron.errors import ScopeError
 from mt_megatron.scope.recording.files import scope_files
 from mt_megatron.scope.recording.lock import hold
@@ -25,6 +24,7 @@ from mt_megatron.scope.recording.reader import open_recording
 from mt_megatron.scope.sidecar import __main__ as program
 from mt_megatron.scope.sidecar.__main__ import parsed
 from mt_megatron.scope.sidecar.process import END, SidecarProcess
+from tests.locks import locked_by_another
 from tests.scope.sidecar.fake_ranks import FakeRank, sidecar, start_sidecar, until
 from tests.scope.synthetic import RunShape, frames_of, hello, schema
 
@@ -129,10 +129,9 @@ def test_a_run_of_another_container_is_not_this_one(tmp_path: Path) -> None:
     """Host name and pid are those of this process, which does not hold the lock."""
     files = scope_files(tmp_path)
     files.root.mkdir()
-    with FileLock(files.lock, create=True) as lock:
-        lock.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid()}).encode())
-        with pytest.raises(ScopeError, match="another run records to"):
-            hold(files, print)
+    files.lock.write_text(json.dumps({"host": socket.gethostname(), "pid": os.getpid()}))
+    with locked_by_another(files.lock), pytest.raises(ScopeError, match="another run records to"):
+        hold(files, print)
     hold(files, print)()
 
 

@@ -16,6 +16,7 @@ from mt_megatron.errors import ConfigError
 from mt_megatron.training.logging.metrics import Metrics, perplexity
 from mt_megatron.training.logging.quantities import duration
 from tests.launch import ROOT
+from tests.locks import locked_by_another
 
 
 def test_records_are_one_json_object_per_line_and_appended(tmp_path: Path) -> None:
@@ -63,10 +64,8 @@ def test_one_process_at_a_time_writes_to_a_file(tmp_path: Path) -> None:
     assert len(path.read_text().splitlines()) == 1
     # Once nobody has these objects another process may, and then this one may not.
     del first, second
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT) as other:
-        assert other.stdout is not None and other.stdout.readline() == b"held\n"
-        with pytest.raises(ConfigError):
-            Metrics(path)
+    with locked_by_another(path), pytest.raises(ConfigError):
+        Metrics(path)
 
 
 def test_storage_without_locks_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
