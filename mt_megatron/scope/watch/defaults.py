@@ -200,7 +200,7 @@ def _activation(parts: Parts, place: Place, path: str, call: Call, output: Any) 
 
 
 def _counts(parts: Parts, path: str, values: Tensor, squares: float) -> None:
-    """What numbers tell that the host of a CPU has at once."""
+    """Statistics of numbers that a CPU has at once."""
     parts.add(path, "activation_rms", [squares, values.numel()])
     parts.add(path, "not_finite", not_finite(values, squares).tolist())
 

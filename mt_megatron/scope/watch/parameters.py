@@ -310,8 +310,8 @@ _Rule = Callable[[Share, Any, slice], tuple[Tensor, float, float]]
 
 
 def _rule(share: Share) -> _Rule | None:
-    """What tells a direction, the multiple of it that was subtracted from the weights, and their decay; None
-    where that is not known."""
+    """Reader of a direction, the multiple of it that was subtracted from the weights, and their decay; None
+    where no state tells them."""
     group, name = share.group, type(share.inner).__name__
     if any(group.get(option) for option in ("amsgrad", "maximize", "nesterov")):
         return None
