@@ -11,7 +11,7 @@ from pathlib import Path
 _HOLD = """
 import fcntl, sys
 with open(sys.argv[1], "a") as file:
-    fcntl.flock(file, fcntl.LOCK_EX)
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     print("held", flush=True)
     sys.stdin.read()
 """
@@ -19,7 +19,8 @@ with open(sys.argv[1], "a") as file:
 
 @contextmanager
 def locked_by_another(path: Path) -> Iterator[None]:
-    """Within it another process holds the lock on ``path``, which is made where it is not there."""
+    """Lock on ``path`` that another process holds; the file is made where it is not there. Fails where
+    somebody else has it."""
     command = [sys.executable, "-c", _HOLD, str(path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         try:

@@ -103,8 +103,8 @@ _held = weakref.WeakSet()
 
 
 def is_own(path: Path) -> bool:
-    """Whether this process holds the lock on ``path``. Host and process number in a file do not say so: two
-    containers with the machine's host name may have the same."""
+    """True where this process holds the lock on ``path``. Host and process number in a file do not say so:
+    two containers with the machine's host name may have the same."""
     return any(each.state == "held" and each.path.resolve() == path.resolve() for each in list(_held))
 
 

@@ -9,8 +9,8 @@ from mt_megatron.errors import ConfigError
 
 
 def lab_problems(config: TrainingConfig, world_size: int, *, must_exist: bool = True) -> list[str]:
-    """What is wrong with the file of perturbations, as far as it can be told without the model. Unless it
-    ``must_exist``, nothing is said of one that cannot be read here: the job's machines may have it."""
+    """Mistakes in the file of perturbations that can be told without the model. Unless it ``must_exist``,
+    nothing is said of one that cannot be read here: the job's machines may have it."""
     path = config.scope.scope_lab
     if path is None or config.scope.scope == "off" or not (must_exist or os.access(path, os.R_OK)):
         return []
