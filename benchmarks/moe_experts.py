@@ -33,7 +33,7 @@ HERE = Path(__file__).resolve().parent
 TOKENS, HIDDEN, WIDTH, TOPK = 4096, 512, 256, 6
 AIMS = {64: 1.5}
 SIDES = ("upstream rows", "sequential", "grouped", "kernel")
-ROWS = ("permute", "unpermute", "sort_chunks_by_idxs")
+ROWS = ("permute", "unpermute")
 Case = dict[str, torch.Tensor]
 Step = Callable[[Case], torch.Tensor]
 

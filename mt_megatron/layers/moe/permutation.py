@@ -227,11 +227,3 @@ def _routing_of(order: Tensor, tokens: int, topk: int) -> Routing:
         chosen=None if chosen is None else chosen.view(tokens, topk),
         groups=TokenGroups(ends=torch.full((1,), rows, dtype=torch.int32, device=order.device), rows=rows),
     )
-
-
-def sort_chunks(input: Tensor, split_sizes: Tensor, sorted_idxs: list[int]) -> Tensor:
-    """Upstream's ``sort_chunks_by_idxs``; chunks that are in order already stay where they are."""
-    if list(sorted_idxs) == list(range(len(sorted_idxs))):
-        return input
-    chunks = torch.split(input, split_sizes.tolist())
-    return torch.cat([chunks[index] for index in sorted_idxs])

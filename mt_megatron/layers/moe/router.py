@@ -77,14 +77,14 @@ def listen(router: Any) -> RouterLoad:
 
 
 def jittered(router: Any, hidden: Tensor) -> Tensor:
-    """``hidden`` times noise around 1 in its own type (``moe_input_jitter_eps``); ``hidden`` itself where the
-    model is not trained, so that validation is the same every time and draws nothing.
+    """``hidden`` times noise around 1 in its own type (``moe_input_jitter_eps``); a copy of ``hidden`` where
+    the model is not trained, so that validation is the same every time and draws nothing.
 
     In fp32 the noise is what upstream's ``Uniform`` draws, to the bit.
     """
     eps = router.config.moe_input_jitter_eps
     if eps is None or not router.training:
-        return hidden
+        return hidden if eps is None else hidden.clone()
     low, high = torch.tensor([1.0 - eps, 1.0 + eps], dtype=torch.float32)
     noise = torch.rand(hidden.shape, dtype=hidden.dtype, device=hidden.device)
     return hidden * noise.mul_((high - low).item()).add_(low.item())

@@ -30,12 +30,6 @@ def unpermute(
     return permutation.unpermute(permuted_tokens, sorted_indices, probs, padded_mode, restore_shape)
 
 
-def sort_chunks_by_idxs(input: Any, split_sizes: Any, sorted_idxs: Any) -> Any:
-    from mt_megatron.layers.moe.permutation import sort_chunks
-
-    return sort_chunks(input, split_sizes, sorted_idxs)
-
-
 def _gather_permutation(self: Any, hidden_states: Any, max_prob: Any, max_ind: Any) -> Any:
     from mt_megatron.layers.moe.token_dispatch import gather_permutation
 
@@ -113,11 +107,6 @@ def patches(backend: Backend) -> list[Patch]:
     return [
         rows("permute", permute, "84d6d5398b6a66d7ce7a9cfa885254b16e11d4571c31094e663494e6e2602353"),
         rows("unpermute", unpermute, "da18c1169f333543ccc64d1ba2faabe05c8d5c7e8c0623c977ed4b0075da274f"),
-        rows(
-            "sort_chunks_by_idxs",
-            sort_chunks_by_idxs,
-            "b76c7bf4c34fdde9e54eefd2a084e24db545ee8b5a9dd53537e888f050caaa1d",
-        ),
         gather(
             "permutation",
             _gather_permutation,

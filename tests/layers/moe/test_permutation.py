@@ -133,13 +133,6 @@ def test_padded_slots_are_added_where_they_came_from(permutation):
     torch.testing.assert_close(merged, expected)
 
 
-def test_chunks_in_order_are_not_copied(permutation):
-    rows = torch.arange(12.0).view(6, 2)
-    assert permutation.sort_chunks(rows, torch.tensor([1, 2, 3]), [0, 1, 2]) is rows
-    sorted_rows = permutation.sort_chunks(rows, torch.tensor([1, 2, 3]), [2, 0, 1])
-    assert sorted_rows[:, 0].tolist() == [6, 8, 10, 0, 2, 4]
-
-
 def test_a_routing_of_other_experts_is_noticed(permutation):
     """The control: were experts numbered otherwise, the loops would say so."""
     _, _, indices = case()
