@@ -42,9 +42,6 @@ PAUSE_MINUTES = 30.0
 
 _BY_ITSELF = "nobody"
 
-_LONGEST_ERROR = 4000
-"""Characters of an answer's error."""
-
 
 class Control:
     """One rank's. ``begin_step``, ``end_step``, ``attend`` belong to the training thread, ``put`` to any."""
@@ -272,9 +269,6 @@ class Control:
             self._send({"k": "result", "id": "state", "ok": True, "value": self.status()})
 
     def _answer(self, identity: str, value: Any = None, *, error: str | None = None) -> None:
-        if error is not None and len(error) > _LONGEST_ERROR:
-            # The sidecar takes a longer one for a damaged stream.
-            error = f"{error[:_LONGEST_ERROR]} ..."
         result: dict[str, Any] = {"k": "result", "id": identity, "ok": error is None}
         result |= {"value": value} if error is None else {"error": error}
         self._send(result)

@@ -68,7 +68,9 @@ def encode(frame: Mapping[str, Any]) -> bytes:
     """Length and msgpack map of ``frame``. Raises ``FrameError`` above ``MOST_BYTES``, and for values that
     are neither plain nor arrays."""
     try:
-        body = cast(bytes, msgpack.packb(dict(frame), default=_pack, use_bin_type=True))
+        # File names and the user's texts may hold what UTF-8 has no bytes for.
+        packed = msgpack.packb(dict(frame), default=_pack, use_bin_type=True, unicode_errors="replace")
+        body = cast(bytes, packed)
     except (TypeError, ValueError, OverflowError) as error:
         raise FrameError(f"a frame of kind {frame.get('k')!r} cannot be encoded: {error}") from error
     if len(body) > MOST_BYTES:

@@ -1,11 +1,13 @@
 """Frames from ranks, checked before anything is kept: kinds, keys, types, sizes.
 
 Whatever passes can be written: integers fit SQLite, texts are bounded, arrays have the shape that their keys
-say. Unknown keys are dropped, so that a newer rank can send more.
+say. Ranks do not know the bounds of texts: a text that is only shown is cut, a module path keeps a digest of
+what is cut. Unknown keys are dropped, so that a newer rank can send more.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -78,12 +80,24 @@ def _text(value: Any, most: int = LONGEST_TEXT) -> str:
     return value
 
 
+def _shown(value: Any, most: int = LONGEST_TEXT) -> str:
+    """A text that is read by people alone, cut to ``most`` characters."""
+    if isinstance(value, str):
+        value = value.replace("\0", "?")
+        value = value if len(value) <= most else f"{value[: most - 4]} ..."
+    return _text(value, most)
+
+
 def _path(value: Any) -> str:
+    if isinstance(value, str) and len(value) > LONGEST_PATH:
+        # Modules stay apart: their paths differ in their ends.
+        digest = hashlib.sha256(value.encode(errors="replace")).hexdigest()[:16]
+        value = f"{value[: LONGEST_PATH - 20]}...~{digest}"
     return _text(value, LONGEST_PATH)
 
 
 def _optional_text(value: Any) -> str | None:
-    return None if value is None or value == "" else _text(value)
+    return None if value is None or value == "" else _shown(value)
 
 
 def _session(value: Any) -> str:
@@ -96,7 +110,7 @@ def _plain(value: Any) -> dict[str, Any]:
         return {}
     if not isinstance(value, Mapping) or len(value) > 1000:
         raise ValueError(f"found {_short(value)}, expected a map")
-    return {_text(key, 200): _plain_value(each, 4) for key, each in value.items()}
+    return {_shown(key, 200): _plain_value(each, 4) for key, each in value.items()}
 
 
 def _plain_value(value: Any, depth: int) -> Any:
@@ -107,11 +121,11 @@ def _plain_value(value: Any, depth: int) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, str):
-        return _text(value)
+        return _shown(value)
     if depth and isinstance(value, list | tuple) and len(value) <= 10_000:
         return [_plain_value(each, depth - 1) for each in value]
     if depth and isinstance(value, Mapping) and len(value) <= 1000:
-        return {_text(key, 200): _plain_value(each, depth - 1) for key, each in value.items()}
+        return {_shown(key, 200): _plain_value(each, depth - 1) for key, each in value.items()}
     raise ValueError(f"found {_short(value)}, expected plain values")
 
 
@@ -120,7 +134,7 @@ def _modules(value: Any) -> list[tuple[str, str, int]]:
     for each in _list(value or [], 2**18):
         if not isinstance(each, list | tuple) or len(each) != 3:
             raise ValueError(f"found {_short(each)}, expected path, class name and parameters")
-        found.append((_path(each[0]), _text(each[1], 200), _integer(each[2])))
+        found.append((_path(each[0]), _shown(each[1], 200), _integer(each[2])))
     return found
 
 
@@ -129,7 +143,7 @@ def _entries(value: Any) -> list[tuple[str, str, int]]:
     for each in _list(value, 2**18):
         if not isinstance(each, list | tuple) or len(each) != 3:
             raise ValueError(f"found {_short(each)}, expected path, statistic and length")
-        found.append((_path(each[0]), _text(each[1], 100), _integer(each[2], 1)))
+        found.append((_path(each[0]), _shown(each[1], 100), _integer(each[2], 1)))
     return found
 
 
@@ -189,7 +203,7 @@ _KINDS: Mapping[str, Mapping[str, _Check]] = {
         "world_size": _world,
         "at": _plain,
         "layout": _plain,
-        "host": lambda value: _text(value, 200),
+        "host": lambda value: _shown(value, 200),
         "pid": _integer,
         "session": _session,
         "model": _plain,

@@ -307,7 +307,8 @@ class Dropped:
     """Frames that a rank's queue, a sidecar or a page did not take, since the session's start."""
 
     source: str
-    """``rank`` (its queue was full) or ``sidecar`` (wrong frames, a slow disk, tensors beyond the bound)."""
+    """``rank`` (its queue was full), ``sidecar`` (a slow disk, tensors beyond the bound) or ``checks`` (the
+    sidecar's, of what a frame holds)."""
 
     rank: int
     session: int

@@ -93,7 +93,7 @@ CREATE TABLE tokens(session INTEGER, step INTEGER, path INTEGER, rank INTEGER, m
   ids BLOB NOT NULL, loss BLOB, entropy BLOB,
   lse BLOB, top_ids BLOB, top_logprobs BLOB,
   PRIMARY KEY(session, step, path, rank, microbatch, sample, position)) WITHOUT ROWID;
--- Sums since the session's start; source is 'rank' or 'sidecar'.
+-- Sums since the session's start; source is 'rank', 'sidecar' or 'checks'.
 CREATE TABLE dropped(session INTEGER, source TEXT, rank INTEGER, step INTEGER, t INTEGER NOT NULL,
   frames INTEGER NOT NULL, bytes INTEGER NOT NULL, PRIMARY KEY(session, source, rank, step)) WITHOUT ROWID;
 CREATE TABLE alert(id INTEGER PRIMARY KEY, session INTEGER, step INTEGER NOT NULL, t INTEGER NOT NULL,

@@ -113,6 +113,7 @@ class Writer:
         """Written since the start."""
 
         self._lost: dict[int, tuple[int, int]] = {}
+        self._refused: dict[int, tuple[int, int]] = {}
 
         self._execute = self._connection.execute
         self._declared = Declared(self._execute)
@@ -133,9 +134,14 @@ class Writer:
 
     @property
     def lost(self) -> Mapping[int, tuple[int, int]]:
-        """Frames and bytes of arrays by rank, since the start: those after the recording stopped, wrong ones,
-        and tensors beyond the file's bound. Any thread."""
+        """Frames and bytes of arrays by rank, since the start: those after the recording stopped, and tensors
+        beyond the file's bound. Any thread."""
         return dict(self._lost)
+
+    @property
+    def refused(self) -> Mapping[int, tuple[int, int]]:
+        """Frames and bytes of arrays by rank, since the start, that the checks refused. Any thread."""
+        return dict(self._refused)
 
     def tick(self, frames: list[tuple[int, Frame]], *, final: bool = False) -> None:
         """Write ``frames`` (rank, frame) and the parts that are whole, in one transaction. Frames that are
@@ -197,8 +203,8 @@ class Writer:
         self._outside("INSERT OR REPLACE INTO request VALUES (?, ?)", (time.time_ns(), json.dumps(texts)))
 
     def dropped(self, source: str, rank: int, frames: int, size: int) -> None:
-        """Keep that ``source`` (``sidecar``) dropped ``frames`` of ``size`` bytes of ``rank`` so
-        far."""
+        """Keep that ``source`` (``sidecar`` or ``checks``) dropped ``frames`` of ``size`` bytes of ``rank``
+        so far."""
         known = self._ranks.get(rank) or next(iter(self._ranks.values()), None)
         if known is not None:
             self._outside(
@@ -226,7 +232,7 @@ class Writer:
             found = checked(frame)
             self._written(rank, found)
         except FrameError as error:
-            self._lose([(rank, frame)])
+            _count(self._refused, rank, frame)
             self._tell_once(f"a frame of rank {rank} is left out: {error}")
 
     def _written(self, rank: int, frame: dict[str, Any]) -> None:
@@ -572,8 +578,7 @@ class Writer:
 
     def _lose(self, frames: Iterable[tuple[int, Frame]]) -> None:
         for rank, frame in frames:
-            count, size = self._lost.get(rank, (0, 0))
-            self._lost[rank] = (count + 1, size + arrays_bytes(frame))
+            _count(self._lost, rank, frame)
 
     def _stop(self, error: Exception) -> None:
         self.stopped = "the disk is full" if is_full(error) else f"{type(error).__name__}: {error}"
@@ -588,3 +593,8 @@ class Writer:
         if text not in self._told and len(self._told) < 100:
             self._told.add(text)
             self._say(f"scope: {text}")
+
+
+def _count(counts: dict[int, tuple[int, int]], rank: int, frame: Frame) -> None:
+    frames, size = counts.get(rank, (0, 0))
+    counts[rank] = (frames + 1, size + arrays_bytes(frame))

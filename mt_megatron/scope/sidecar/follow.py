@@ -19,7 +19,7 @@ from typing import Any
 
 from mt_megatron.scan.format.permissions import open_private
 from mt_megatron.scope.recording.combining import HOLD_SECONDS
-from mt_megatron.scope.recording.data import Session, Steps, Value
+from mt_megatron.scope.recording.data import Dropped, Session, Steps, Value
 from mt_megatron.scope.recording.files import ScopeFiles
 from mt_megatron.scope.recording.reader import Recording, open_recording
 from mt_megatron.scope.recording.writer import TICK_SECONDS, Alert, Writer
@@ -91,6 +91,9 @@ class Follower:
         self._tensors: dict[str, int] = {}
         self._token_steps: set[int] = set()
         self._drops: dict[tuple[str, int], int] = {}
+        self._refusing: set[tuple[str, int]] = set()
+        """Starts and ranks with an alert about frames that the checks refuse."""
+
         self._told: set[str] = set()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="scope-follower", daemon=True)
@@ -338,6 +341,34 @@ class Follower:
                         "bytes": each.bytes,
                     }
                 )
+                if each.source == "checks" and each.frames > 1:
+                    self._refuses(each, session)
+
+    def _refuses(self, dropped: Dropped, session: Session) -> None:
+        """One alert for each start and rank: a single frame may be damaged, more come from a defect."""
+        if (session.name, dropped.rank) in self._refusing:
+            return
+        self._refusing.add((session.name, dropped.rank))
+        text = (
+            f"{dropped.frames} frames of rank {dropped.rank} were refused: what they say is not recorded. "
+            f"The sidecar's log, {self._files.root}/node-*.log, has the reason"
+        )
+        count = float(dropped.frames)
+        self._tell(
+            [
+                Alert(
+                    step=dropped.step,
+                    kind="refused frames",
+                    path="",
+                    statistic="",
+                    value=count,
+                    low=0.0,
+                    high=1.0,
+                    text=text,
+                )
+            ],
+            session,
+        )
 
     def _tell(self, alerts: Sequence[Alert], session: Session) -> None:
         for each in alerts:

@@ -36,7 +36,7 @@ class Keeper:
         self._calls: deque[Callable[[Writer], None]] = deque()
         self._held: dict[int, int] = {}
         self._dropped: dict[int, list[int]] = {}
-        self._told: dict[int, tuple[int, int]] = {}
+        self._told: dict[tuple[str, int], tuple[int, int]] = {}
         self._over = False
         self._thread = threading.Thread(target=self._run, name="scope-recording", daemon=True)
 
@@ -72,13 +72,13 @@ class Keeper:
             self._calls.append(what)
 
     def dropped(self) -> dict[int, tuple[int, int]]:
-        """Frames and bytes that were dropped here or by the writer, by rank."""
+        """Frames and bytes that were dropped or refused here or by the writer, by rank."""
+        return _sums(self._without_room(), self._writer.refused)
+
+    def _without_room(self) -> dict[int, tuple[int, int]]:
         with self._lock:
             here = {rank: (count[0], count[1]) for rank, count in self._dropped.items()}
-        for rank, (frames, size) in self._writer.lost.items():
-            count = here.get(rank, (0, 0))
-            here[rank] = (count[0] + frames, count[1] + size)
-        return here
+        return _sums(here, self._writer.lost)
 
     @property
     def stopped(self) -> str | None:
@@ -117,15 +117,26 @@ class Keeper:
         self._writer.tick([(rank, frame) for rank, frame, _ in frames])
         for what in calls:
             what(self._writer)
-        for rank, count in self.dropped().items():
-            if self._told.get(rank) != count:
-                self._told[rank] = count
-                self._writer.dropped("sidecar", rank, *count)
+        for source, counts in (("sidecar", self._without_room()), ("checks", self._writer.refused)):
+            for rank, count in counts.items():
+                if self._told.get((source, rank)) != count:
+                    self._told[source, rank] = count
+                    self._writer.dropped(source, rank, *count)
         with self._lock:
             for rank, _, size in frames:
                 self._held[rank] -= size
         if final:
             self._writer.close()
+
+
+def _sums(
+    counts: Mapping[int, tuple[int, int]], more: Mapping[int, tuple[int, int]]
+) -> dict[int, tuple[int, int]]:
+    found = dict(counts)
+    for rank, (frames, size) in more.items():
+        known = found.get(rank, (0, 0))
+        found[rank] = (known[0] + frames, known[1] + size)
+    return found
 
 
 def frame_bytes(frame: Mapping[str, Any]) -> int:

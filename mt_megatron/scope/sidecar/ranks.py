@@ -208,7 +208,10 @@ class Ranks:
         rank.frames += 1
         kind = frame.get("k")
         if kind == "result":
-            self._hub.answered(checked(frame))
+            try:
+                self._hub.answered(checked(frame))
+            except FrameError as error:
+                self._trouble(f"an answer of rank {rank.rank} is left out: {error}")
         elif kind == "hello":
             # A new session in the same connection.
             hello = checked(frame)

@@ -15,6 +15,7 @@ from functools import cached_property
 
 from mt_megatron.errors import ConfigError
 from mt_megatron.near_names import near
+from mt_megatron.scope.recording.files import LONGEST_REQUEST, MOST_REQUESTS
 
 KINDS: Mapping[str, str] = {
     "activation": "a module's output",
@@ -31,10 +32,6 @@ KINDS: Mapping[str, str] = {
 }
 """What can be asked for, and what it means."""
 
-MOST_REQUESTS = 64
-"""At a time; the rest are refused."""
-
-_LONGEST = 300
 _LARGEST = 2**31 - 1
 _MOST_NUMBERS = 4096
 _OPTIONS = ("heads", "tokens", "samples", "every")
@@ -98,8 +95,8 @@ def _part_end(path: str, start: int) -> int:
 
 def parse(text: str) -> Request:
     """The request that ``text`` writes. Raises ``ConfigError``: what was found, what is expected."""
-    if len(text) > _LONGEST:
-        raise ConfigError(f"found a request of {len(text)} characters; expected at most {_LONGEST}")
+    if len(text) > LONGEST_REQUEST:
+        raise ConfigError(f"found a request of {len(text)} characters; expected at most {LONGEST_REQUEST}")
     head, *options = text.split(":")
     kind, at, pattern = head.partition("@")
     if not at or kind not in KINDS:

@@ -357,7 +357,7 @@ class RecordedSource:
     def _dropped(self) -> Dropped:
         rows = self._recording.dropped()
         notes = []
-        for source in ("rank", "sidecar", "page"):
+        for source in ("rank", "sidecar", "checks", "page"):
             frames = sum(each.frames for each in rows if each.source == source)
             if frames:
                 ranks = sorted({each.rank for each in rows if each.source == source})

@@ -129,7 +129,7 @@ def test_frames_without_their_attempt_or_of_an_earlier_one_are_left_out(tmp_path
     sent = [without, *counted([step_frame(SHAPE, 0, 2)], 1), *counted([step_frame(SHAPE, 0, 3)], 0)]
     writer.tick([(0, frame) for frame in sent])
     writer.close()
-    assert writer.lost == {0: (2, 0)}
+    assert writer.refused == {0: (2, 0)} and not writer.lost
     assert "a step frame's attempt: found None" in said[0]
     assert "found attempt 0 of a rank that is in attempt 1" in said[1]
     assert open_recording(tmp_path).steps().step.tolist() == [2]
@@ -240,7 +240,7 @@ def test_frames_before_hello_and_of_no_kind_are_left_out(tmp_path: Path) -> None
     said: list[str] = []
     writer = a_writer(tmp_path, said)
     writer.tick([(3, step_frame(SHAPE, 1, 1)), (3, {"k": "nonsense"}), (3, {"k": "hello"})])
-    assert writer.lost == {3: (3, 0)} and len(said) == 3
+    assert writer.refused == {3: (3, 0)} and len(said) == 3
     greet(writer, SHAPE, 0)
     writer.tick([(0, {**step_frame(SHAPE, 0, 1), "perturbed": "noise"}), (0, step_frame(SHAPE, 0, 2))])
     writer.close()

@@ -10,10 +10,12 @@ import struct
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from mt_megatron.errors import ScopeError
 from mt_megatron.scope.format.frames import encode
+from mt_megatron.scope.recording.checks import LONGEST_PATH
 from mt_megatron.scope.recording.files import scope_files, write_requests
 from mt_megatron.scope.recording.reader import open_recording
 from mt_megatron.scope.recording.writer import Writer
@@ -110,7 +112,34 @@ def test_frames_that_are_wrong_are_left_out_counted_and_said_once(tmp_path: Path
     assert steps_of(tmp_path, 0) == [1, 2, 3]
     with open_recording(tmp_path) as recording:
         (dropped,) = recording.dropped()
-        assert (dropped.source, dropped.rank, dropped.frames) == ("sidecar", 0, 6)
+        assert (dropped.source, dropped.rank, dropped.frames) == ("checks", 0, 6)
+        (alert,) = recording.alerts()
+        assert alert.kind == "refused frames" and "of rank 0 were refused" in alert.text
+
+
+def test_texts_of_any_length_cost_neither_the_frame_nor_the_connection(tmp_path: Path) -> None:
+    """Ranks do not know the bounds: marks grow with each perturbation, errors and names are the user's."""
+    endless = "x" * 5000 + "\0\ud800"
+    modules = [[f"a.{'b' * 600}.{name}", "C" * 300, 1] for name in ("first", "second")]
+    about = {**hello(SHAPE, 0), "modules": modules, "host": endless, "model": {endless: endless}}
+    entries = {"k": "schema", "id": 9, "entries": [[path, "activation_rms", 2] for path, _, _ in modules]}
+    stats = {"k": "stats", "i": 1, "id": 9, "attempt": 0, "values": np.asarray([4.0, 1.0, 9.0, 1.0])}
+    marked = {**step_frame(SHAPE, 0, 1), "perturbed": "; ".join(["p" * 40] * 1000)}
+    with beside(tmp_path) as sidecar:
+        rank = sidecar.rank(about, entries, stats, marked)
+        rank.send({"k": "result", "id": "state", "ok": False, "value": None, "error": "e" * 5000})
+        rank.send({"k": "result", "id": None, "ok": False}, step_frame(SHAPE, 0, 2))
+        until(lambda: sidecar.state(0)["step"] == 2)
+        assert sidecar.state(0)["connected"] and not sidecar.state(0)["dropped_frames"]
+    (line,) = sidecar.said
+    assert line.startswith("scope: an answer of rank 0 is left out: a result frame's id")
+    assert steps_of(tmp_path, 0) == [1, 2]
+    with open_recording(tmp_path) as recording:
+        paths = [each.path for each in recording.modules()]
+        assert len(set(paths)) == 2 and all(len(path) <= LONGEST_PATH for path in paths)
+        assert [recording.series(path, "activation_rms").value.tolist() for path in paths] == [[2.0], [3.0]]
+        ((step, text),) = recording.perturbed()
+        assert step == 1 and text.startswith("pppp") and text.endswith(" ...")
 
 
 def test_a_connection_that_does_not_begin_with_hello_is_closed(
