@@ -189,6 +189,8 @@ prepare_data() {
     if [[ -n ${CORPUS:-} ]]; then
         name="$(basename "$CORPUS")"
         options+=(--corpus "$CORPUS")
+        # A run's folder follows its corpus: another one has another tokenizer.
+        RUN_NAME="$MODEL-$name"
     else
         # Another Python has another library: it gets a folder of its own.
         version="$("$PYTHON" -c 'import platform; print(platform.python_version())')"
@@ -196,6 +198,7 @@ prepare_data() {
     fi
     if [[ -n ${VOCAB_SIZE:-} ]]; then options+=(--vocab-size "$VOCAB_SIZE"); fi
     if [[ -n ${MAX_TOKENS:-} ]]; then options+=(--max-tokens "$MAX_TOKENS"); fi
+    if [[ -n ${DATA_DIR:-} ]]; then RUN_NAME="$MODEL-$(basename "$DATA_DIR")"; fi
     DATA_DIR="${DATA_DIR:-$REPO_ROOT/data/$name}"
     act "${SHOWN_PYTHON:-$PYTHON}" -m mt_megatron.cli prepare --output "$DATA_DIR" "${options[@]}" || exit 1
     DATA_ARGUMENTS=(
@@ -256,7 +259,8 @@ Variables:
   P2P_TRANSPORT    what carries activations and gradients between pipeline stages: auto, which takes shared
                    memory or RDMA where they work, shm, rdma, nixl, or collective for Megatron-Core's own way
                    (auto; without a pipeline it means nothing)
-  RUN_DIR          checkpoints, metrics, the trace and the index cache (runs/MODEL in the repository)
+  RUN_DIR          checkpoints, metrics, the trace and the index cache (runs/MODEL in the repository,
+                   runs/MODEL-NAME with a CORPUS or DATA_DIR called NAME)
   PYTHON           interpreter to use (.venv of the repository, made when missing)
   TORCH_SPEC       what pip installs as torch (torch<=2.13.0)
   NPROC_PER_NODE   processes (2 on a CPU, otherwise one per device)
@@ -346,11 +350,12 @@ launch() {
     fi
     compose_launch
     choose_threads
+    RUN_NAME="$MODEL"
     prepare_data "${settled[@]}"
     if ((${#DATA_ARGUMENTS[@]})) && [[ $config != "$FAMILY_DIR/$MODEL.yaml" ]]; then
         say "config: $config names no data, so this trains on $DATA_DIR"
     fi
-    RUN_DIR="${RUN_DIR:-$REPO_ROOT/runs/$MODEL}"
+    RUN_DIR="${RUN_DIR:-$REPO_ROOT/runs/$RUN_NAME}"
 
     local -a command=(
         "${LAUNCH[@]}" --

@@ -139,6 +139,14 @@ class CheckpointStore:
             on_main(self._job, lambda: self._leave_behind(folder))
             self._superseding(folder)
             lines.append(f"continuing from {folder} at step {progress.iteration}")
+            before, now = manifest.get("versions", {}), versions(self._job)
+            changed = [
+                f"{each} {before[each]} -> {now[each]}"
+                for each in now
+                if before.get(each, now[each]) != now[each]
+            ]
+            if changed:
+                lines.append(f"versions that differ from those of {folder}: {', '.join(changed)}")
             return Resumed(
                 progress=progress,
                 folder=folder,

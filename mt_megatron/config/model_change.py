@@ -10,6 +10,8 @@ from mt_megatron.config.schema import TrainingConfig
 from mt_megatron.config.types import options, shown
 
 OVERRIDE = "--allow-function-change"
+_ORIGIN = ("tokenizer_model", "data_path", "train_data_path")
+"""Further names for it: their contents are compared by digests, not their paths."""
 
 
 def flat(sections: Mapping[str, Any]) -> dict[str, Any]:
@@ -63,7 +65,7 @@ def override_problems(config: TrainingConfig) -> list[str]:
     found = []
     for name in config.checkpoint.allow_function_change:
         kind = KINDS.get(name)
-        if kind is Kind.FUNCTION or name == "moe_router_load_balancing_type":
+        if kind is Kind.FUNCTION or name in ("moe_router_load_balancing_type", *_ORIGIN):
             continue
         what = "no option" if kind is None else f"an option of the kind {kind.value}"
         found.append(

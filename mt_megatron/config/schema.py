@@ -304,7 +304,8 @@ class CheckpointConfig:
 
     allow_function_change: tuple[str, ...] = ()
     """Options that change what the same weights compute and may differ from those of the checkpoint or of the
-    Hugging Face folder that a run starts from. Any other difference of the model is an error."""
+    Hugging Face folder that a run starts from; ``tokenizer_model`` and ``train_data_path`` or ``data_path``
+    likewise, whose contents are compared. Any other difference of the model is an error."""
 
     resume: str = "auto"
     """``auto``: continue from the newest checkpoint in ``save`` if there is one. ``never``: start

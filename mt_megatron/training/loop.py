@@ -55,6 +55,8 @@ from mt_megatron.training.preflight import (
     check_before_start,
     check_document_end,
     check_folder,
+    check_origin,
+    origin,
 )
 from mt_megatron.training.scan_session import tracing_of
 from mt_megatron.training.scope_session import scope_of
@@ -138,6 +140,7 @@ class _Run:
             "config": config.to_show().to_dict(),
             "patches": json.loads(mt_megatron.report().to_json()),
             "data_order": order_fingerprint(self.datasets.train),
+            "origin": origin(config, tokenizer),
             "tokenizer": {"eod": tokenizer.eod, "eod_token": getattr(tokenizer, "eod_token", None)},
         }
         self.store = CheckpointStore(
@@ -376,6 +379,7 @@ class _Run:
             check_folder(resumed.folder, self.config)
             check_batch_size(resumed.folder, self.config, self.job.layout.world_size)
             check_document_end(resumed.folder, self.config, self.tokenizer.eod)
+            check_origin(resumed.folder, self.config, continues=True)
         if resumed.folder is None and self.config.checkpoint.init_from_hf is not None:
             self.display.say(init_from_hf(self.config, self.trainable))
         if resumed.folder is not None and not has_order(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Mapping
 from dataclasses import replace
@@ -10,9 +11,10 @@ from pathlib import Path
 from mt_megatron.backends.base import Backend
 from mt_megatron.checkpoint.files import latest_checkpoint, read_manifest, resolve_checkpoint
 from mt_megatron.config.field_kinds import Kind, changes
-from mt_megatron.config.model_change import flat, notes, refused
+from mt_megatron.config.model_change import OVERRIDE, flat, notes, refused
 from mt_megatron.config.schema import TrainingConfig
-from mt_megatron.data.loader.tokenizer import load_tokenizer
+from mt_megatron.data.loader.tokenizer import TokenizerLike, load_tokenizer
+from mt_megatron.data.prepare.indexed_files import content_digest
 from mt_megatron.data.prepare.sidecar import looking_for_ends
 from mt_megatron.errors import CheckpointError, ConfigError
 from mt_megatron.fp8.kernels import chosen
@@ -117,8 +119,10 @@ def check_checkpoint(config: TrainingConfig) -> list[str]:
 
     Raises ``CheckpointError`` when they are of another model, or would compute something else.
     """
-    folder = _start_folder(config)
-    return check_published(config) if folder is None else check_folder(folder, config)
+    folder, continues = _start_folder(config)
+    if folder is None:
+        return check_published(config)
+    return [*check_folder(folder, config), *check_origin(folder, config, continues=continues)]
 
 
 def check_folder(folder: Path, config: TrainingConfig) -> list[str]:
@@ -152,6 +156,48 @@ def check_folder(folder: Path, config: TrainingConfig) -> list[str]:
         # A conversion wrote it: its options of training are defaults, which nobody chose.
         found = [each for each in found if each.kind is not Kind.OBJECTIVE]
     return [*marked, *notes(found, config, f"the checkpoint {folder}")]
+
+
+def origin(config: TrainingConfig, tokenizer: TokenizerLike) -> dict[str, str]:
+    """Digests of what the weights of a run depend on besides its options: ``tokenizer``, and ``data`` of the
+    files that it trains on, wherever they lie and in whatever order."""
+    data = config.data
+    prefixes = [each for each in (*data.train_data_path, *data.data_path) if Path(each + ".idx").is_file()]
+    contents = sorted(content_digest([prefix]) for prefix in prefixes)
+    digest = hashlib.sha256("".join(contents).encode()).hexdigest()
+    return {"tokenizer": tokenizer.identity, "data": digest if contents else "generated"}
+
+
+def check_origin(folder: Path, config: TrainingConfig, *, continues: bool) -> list[str]:
+    """A line for the log where the tokenizer is not that of the run that saved ``folder``, or the training
+    data is not, which counts for a run that ``continues`` and not for weights that are loaded alone.
+
+    Raises ``CheckpointError`` unless ``allow_function_change`` names it. Checkpoints of earlier versions have
+    no digests and are not compared.
+    """
+    saved, data = read_manifest(folder).get("origin"), config.data
+    if not isinstance(saved, Mapping):
+        return []
+    now = origin(config, load_tokenizer(data, vocab_size=config.model.vocab_size))
+    options = {"tokenizer": "tokenizer_model", "data": "data_path" if data.data_path else "train_data_path"}
+    # NullTokenizer stands for any.
+    real = not any(str(each.get("tokenizer")).startswith("null-") for each in (saved, now))
+    compared = {"tokenizer": real, "data": continues}
+    found = [name for name, counts in compared.items() if counts and saved.get(name) != now[name]]
+    lines = {
+        name: f"the {name} of this run has the digest {now[name][:16]}, that of the checkpoint "
+        f"{str(saved.get(name))[:16]}"
+        for name in found
+    }
+    wrong = [name for name in found if options[name] not in config.checkpoint.allow_function_change]
+    if wrong:
+        raise CheckpointError(
+            f"the checkpoint {folder} was trained with other {' and '.join(wrong)}:\n"
+            + "\n".join(f"- {lines[name]}" for name in wrong)
+            + "\nName those of that run, or another --save for a run of its own (RUN_DIR of the launch "
+            f"scripts). If it is intended, give {OVERRIDE} {' '.join(options[name] for name in wrong)}."
+        )
+    return [f"WARNING: {lines[name]}, as {OVERRIDE} {options[name]} allows" for name in found]
 
 
 def check_batch_size(folder: Path, config: TrainingConfig, world_size: int) -> None:
@@ -192,20 +238,21 @@ def check_document_end(folder: Path, config: TrainingConfig, end: int) -> None:
         )
 
 
-def _start_folder(config: TrainingConfig) -> Path | None:
+def _start_folder(config: TrainingConfig) -> tuple[Path | None, bool]:
+    """The checkpoint that the run would start from, and whether it would continue from it."""
     options = config.checkpoint
     if options.resume not in ("auto", "never"):
-        return resolve_checkpoint(Path(options.resume))
+        return resolve_checkpoint(Path(options.resume)), True
     found = None
     if options.resume == "auto" and options.save is not None and Path(options.save).is_dir():
         try:
             found = latest_checkpoint(Path(options.save))
         except CheckpointError:
             # Whether an older one can take the place of a damaged one is decided where it is loaded.
-            return None
+            return None, True
     if found is None and options.load is not None:
-        found = resolve_checkpoint(Path(options.load))
-    return found
+        return resolve_checkpoint(Path(options.load)), False
+    return found, True
 
 
 def _padded(config: TrainingConfig, vocab_size: int) -> int:

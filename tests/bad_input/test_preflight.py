@@ -8,11 +8,14 @@ import re
 from pathlib import Path
 
 import pytest
+import tokenizers
 
 from mt_megatron.backends.cpu import CpuBackend
 from mt_megatron.checkpoint.files import write_manifest
 from mt_megatron.config.parse import load_config
 from mt_megatron.config.schema import TrainingConfig
+from mt_megatron.data.loader.tokenizer import load_tokenizer
+from mt_megatron.data.prepare.indexed_files import IndexedWriter
 from mt_megatron.errors import CheckpointError, ConfigError
 from mt_megatron.planning.memory_estimate import memory_of
 from mt_megatron.training.preflight import (
@@ -21,6 +24,7 @@ from mt_megatron.training.preflight import (
     check_document_end,
     device_memory,
     memory_notes,
+    origin,
     router_notes,
 )
 from mt_megatron.training.validate import problems
@@ -283,6 +287,49 @@ def test_a_manifest_without_a_configuration_is_left_to_the_loader(tmp_path: Path
     document["config"] = None
     manifest.write_text(json.dumps(document))
     check_checkpoint(config("--save", str(folder)))
+
+
+def test_another_tokenizer_or_other_data_than_the_checkpoints_is_refused_unless_allowed(
+    tmp_path: Path,
+) -> None:
+    """Vocabularies of equal size fit the weights, whose rows then mean other tokens."""
+    flags, made = {}, {}
+    for name, text in (("first", "a b c"), ("second", "x y z")):
+        folder = tmp_path / name
+        folder.mkdir()
+        words = {word: index for index, word in enumerate(["<|endoftext|>", *text.split()])}
+        tokenizers.Tokenizer(tokenizers.models.WordLevel(words)).save(str(folder / "tokenizer.json"))
+        writer = IndexedWriter(folder / "train", 4)
+        writer.add([1, 2, 3, 0] * (100 if name == "first" else 101))
+        writer.finish()
+        flags[name] = [*("--tokenizer-type", "HuggingFaceTokenizer", "--no-mock-data")]
+        flags[name] += [*("--tokenizer-model", str(folder / "tokenizer.json"))]
+        flags[name] += [*("--train-data-path", str(folder / "train"))]
+        made[name] = origin(config(*flags[name]), load_tokenizer(config(*flags[name]).data))
+    run = saved(tmp_path / "run")
+    manifest = run / "iter_0000005" / "mt_megatron.json"
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "origin": made["first"]}))
+    assert not any("digest" in line for line in check_checkpoint(config("--save", str(run), *flags["first"])))
+    for start, wanted in (("--save", ["tokenizer", "data"]), ("--load", ["tokenizer"])):
+        other = [start, str(run), *flags["second"]]
+        with pytest.raises(CheckpointError) as caught:
+            check_checkpoint(config(*other))
+        text = str(caught.value)
+        assert f"trained with other {' and '.join(wanted)}:" in text
+        for name in wanted:
+            assert all(made[each][name][:16] in text for each in made)
+        allowed = ["--allow-function-change", "tokenizer_model", "train_data_path"]
+        assert text.endswith(f"{' '.join(allowed[: 1 + len(wanted)])}.")
+        warned = [line for line in check_checkpoint(config(*other, *allowed)) if "digest" in line]
+        assert [line.startswith(f"WARNING: the {name} of") for line, name in zip(warned, wanted, strict=True)]
+    # Files that were moved are the same data; a checkpoint of an earlier version has no digests.
+    (tmp_path / "first").rename(tmp_path / "moved")
+    moved = [each.replace(str(tmp_path / "first"), str(tmp_path / "moved")) for each in flags["first"]]
+    assert not any("digest" in line for line in check_checkpoint(config("--save", str(run), *moved)))
+    old = saved(tmp_path / "old")
+    assert not any(
+        "digest" in line for line in check_checkpoint(config("--save", str(old), *flags["second"]))
+    )
 
 
 def test_another_end_of_documents_than_the_checkpoints_is_refused(tmp_path: Path) -> None:

@@ -204,6 +204,15 @@ def test_variables_reach_the_command(tmp_path: Path, corpus: Path) -> None:
     assert "llama3_8b.yaml" in run and f"--save {tmp_path}/run/checkpoints" in run
 
 
+def test_a_runs_folder_follows_its_corpus(corpus: Path, tmp_path: Path) -> None:
+    """In one folder for all, a second corpus would continue the first one's run."""
+    folders = []
+    for changes in ({}, {"CORPUS": str(corpus)}, {"DATA_DIR": str(tmp_path / "made")}):
+        words = shlex.split(_launch("--dry-run", **changes).stdout.splitlines()[-1])
+        folders.append(Path(words[words.index("--save") + 1]).parent.name)
+    assert folders == ["llama3_tiny", f"llama3_tiny-{corpus.name}", "llama3_tiny-made"]
+
+
 def test_named_data_and_folders_replace_the_scripts_own(tmp_path: Path) -> None:
     shown = _launch("--dry-run", "--train-data-path", "mine/train", "--save=elsewhere", MAX_RESTARTS="3")
     (run,) = shown.stdout.splitlines()

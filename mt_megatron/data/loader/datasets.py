@@ -12,7 +12,6 @@ import hashlib
 import json
 import logging
 import math
-import os
 import socket
 import time
 from collections.abc import Iterator, Sequence
@@ -25,6 +24,7 @@ import torch
 from mt_megatron.checkpoint.file_locks import BUSY
 from mt_megatron.config.schema import DataConfig
 from mt_megatron.data.loader.tokenizer import TokenizerLike
+from mt_megatron.data.prepare.indexed_files import content_digest
 from mt_megatron.errors import DataError
 
 logger = logging.getLogger("mt_megatron")
@@ -435,13 +435,9 @@ def _check_indexed(prefix: str, tokenizer: TokenizerLike) -> None:
         )
 
 
-_ENDS = 1 << 16
-"""Bytes of a file's beginning and end by which copies of it are told apart."""
-
-
 def _agreed_fingerprint(prefixes: Sequence[str]) -> str:
     """Rank 0's fingerprint, on all ranks. Raises ``DataError`` on a rank whose files are others."""
-    own = [_files_fingerprint(prefixes), _content_of(prefixes)]
+    own = [_files_fingerprint(prefixes), content_digest(prefixes)]
     if not torch.distributed.is_initialized():
         return own[0]
     first: list[Any] = list(own)
@@ -452,19 +448,6 @@ def _agreed_fingerprint(prefixes: Sequence[str]) -> str:
             "sizes or contents differ. Copy them anew to every node, or name ones that all nodes see"
         )
     return str(first[0])
-
-
-def _content_of(prefixes: Sequence[str]) -> str:
-    digest = hashlib.sha256()
-    for prefix in prefixes:
-        for suffix in (".idx", ".bin"):
-            with open(prefix + suffix, "rb") as file:
-                size = file.seek(0, os.SEEK_END)
-                digest.update(size.to_bytes(8, "little"))
-                for at in (0, max(0, size - _ENDS)):
-                    file.seek(at)
-                    digest.update(file.read(_ENDS))
-    return digest.hexdigest()
 
 
 def _files_fingerprint(prefixes: Sequence[str]) -> str:
