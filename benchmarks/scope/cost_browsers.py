@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import json
 import os
 import signal
 import socket
@@ -109,7 +110,7 @@ class Browsers:
 class _Clients:
     def __init__(self, run: Path) -> None:
         from mt_megatron.errors import ConfigError
-        from mt_megatron.scope.web.access import link_to, read_token_file
+        from mt_megatron.scope.web.access import new_ticket, read_token_file
 
         until = time.monotonic() + _START_SECONDS
         while True:
@@ -117,9 +118,9 @@ class _Clients:
                 tokens = read_token_file(run / "scope" / "page.json")
                 self._port = tokens.port
                 link = http.client.HTTPConnection("127.0.0.1", self._port, timeout=20)
-                link.request("GET", link_to(tokens).partition(f":{self._port}")[2])
-                answer = link.getresponse()
-                self._cookie = str(answer.getheader("set-cookie")).partition(";")[0]
+                headers = {"Origin": f"http://127.0.0.1:{self._port}", "Content-Type": "application/json"}
+                link.request("POST", "/api/open", json.dumps({"ticket": new_ticket(tokens.view)}), headers)
+                self._session = json.loads(link.getresponse().read())["session"]
                 break
             except (ConfigError, OSError):
                 if time.monotonic() > until:
@@ -141,16 +142,16 @@ class _Clients:
                     f"ws://127.0.0.1:{self._port}/live",
                     sock=small,
                     origin=Origin(f"http://127.0.0.1:{self._port}"),
-                    additional_headers={"Cookie": self._cookie},
                     close_timeout=_CLOSE_SECONDS,
                 )
             )
+            link.send(json.dumps({"do": "session", "token": self._session}))
             ended = threading.Event()
             self._open.callback(ended.set)
             threading.Thread(target=_take, args=(link, pace, ended), daemon=True).start()
         if pace:
             unread = self._open.enter_context(socket.create_connection(("127.0.0.1", self._port)))
-            head = f"Host: 127.0.0.1:{self._port}\r\nCookie: {self._cookie}"
+            head = f"Host: 127.0.0.1:{self._port}\r\nX-Scope-Session: {self._session}"
             unread.sendall(f"GET /assets/page.js HTTP/1.1\r\n{head}\r\n\r\n".encode() * _DOWNLOADS)
 
     def leave(self) -> None:

@@ -5,17 +5,22 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import hmac
 import http.client
+import secrets
 import signal
 import socket
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from mt_megatron.errors import ConfigError
 
 if TYPE_CHECKING:
     from mt_megatron.scope.web.access import TokenFile
+
+_ANSWER_S = 2.0
+"""Longest silence of a server that is asked for its proof."""
 
 _EXAMPLE = """examples:
   mt-megatron scope open RUN
@@ -43,7 +48,9 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "--token-file", type=Path, metavar="FILE", help="write the address with its token here, too"
     )
     parser.add_argument(
-        "--control", action="store_true", help="also print the token that the page asks for before commands"
+        "--control",
+        action="store_true",
+        help="the link may command the training, too; also print the token that an open page asks for",
     )
     parser.add_argument(
         "--here",
@@ -75,10 +82,18 @@ def run(args: argparse.Namespace) -> int:
                 raise
             is_strange = True
     is_elsewhere = tokens is not None and tokens.host != socket.gethostname()
-    is_served = tokens is not None and (is_elsewhere or _serves(tokens))
-    if tokens is not None and is_served and not args.here:
-        _print_link(tokens, args, is_elsewhere=is_elsewhere)
-        return 0
+    found = "none" if tokens is None else _server_of(tokens)
+    if tokens is not None and not args.here:
+        if found == "unproven" or (is_elsewhere and found == "other"):
+            whose = f"the page of {tokens.host}" if is_elsewhere else f"the page of process {tokens.pid}"
+            raise ConfigError(
+                f"found a server on 127.0.0.1:{tokens.port} that does not prove to be {whose}; expected the "
+                f"proof by the token in {page}, as a link is a secret. Try again if the machine is busy, end "
+                "the other server, or see the recording with --here"
+            )
+        if found == "own" or is_elsewhere:
+            _print_link(tokens, args, is_reached=found == "own")
+            return 0
     files = existing_recording(args.run)
     open_recording(args.run).close()  # a damaged file is told before anything listens
 
@@ -90,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
         port=args.port,
         token_file=args.token_file,
         # The other page may be a training's, which writes its tokens once.
-        keeps_tokens=not (is_served or is_strange),
+        keeps_tokens=not (is_elsewhere or is_strange or found in ("own", "unproven")),
         says_control=args.control,
         say=say,
     )
@@ -109,11 +124,11 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _print_link(tokens: TokenFile, args: argparse.Namespace, *, is_elsewhere: bool) -> None:
+def _print_link(tokens: TokenFile, args: argparse.Namespace, *, is_reached: bool) -> None:
     from mt_megatron.scope.web.access import link_to, write_secret
 
-    link = link_to(tokens)
-    if is_elsewhere:
+    link = link_to(tokens, controls=args.control)
+    if not is_reached:
         print(f"the page is served on {tokens.host}; first: ssh -L {tokens.port}:127.0.0.1:{tokens.port} ...")
         print("if that run has ended: mt-megatron scope open RUN --here serves its recording on this machine")
     print(link, flush=True)
@@ -123,9 +138,28 @@ def _print_link(tokens: TokenFile, args: argparse.Namespace, *, is_elsewhere: bo
         print(f"control token: {tokens.control}", flush=True)
 
 
-def _serves(tokens: TokenFile) -> bool:
-    """Truth of ``tokens``: their process runs here and listens on their port, or whoever does takes them. A
-    killed one leaves the file, and its port may be another run's by now."""
+def _server_of(tokens: TokenFile) -> Literal["own", "none", "other", "unproven"]:
+    """What listens on the port of ``tokens`` on this machine: their ``own`` server, which proves that it has
+    the view token before it gets a secret; ``none``; an ``other`` process, as a killed run leaves its file;
+    or the process that they name, ``unproven``: it does not answer, or wrongly."""
+    from mt_megatron.scope.web.access import proof_of
+
+    challenge = secrets.token_hex(32)
+    link = http.client.HTTPConnection("127.0.0.1", tokens.port, timeout=_ANSWER_S)
+    with contextlib.closing(link), contextlib.suppress(OSError, http.client.HTTPException):
+        try:
+            link.connect()
+        except ConnectionRefusedError:
+            return "none"
+        link.request("GET", f"/api/proof?challenge={challenge}")
+        proof = proof_of(tokens.view, challenge).encode()
+        if hmac.compare_digest(link.getresponse().read(len(proof)), proof):
+            return "own"
+    return "unproven" if _listens(tokens) else "other"
+
+
+def _listens(tokens: TokenFile) -> bool:
+    """True where the process of ``tokens`` runs here and listens on their port."""
     import psutil
 
     try:
@@ -133,19 +167,5 @@ def _serves(tokens: TokenFile) -> bool:
         ask = process.net_connections if hasattr(process, "net_connections") else process.connections
         found = ask(kind="tcp")
     except (psutil.Error, ValueError, TypeError):
-        found = []
-    if any(each.status == psutil.CONN_LISTEN and each.laddr.port == tokens.port for each in found):
-        return True
-    # It may be another user's, or of a container that shares this one's network and has its own numbers.
-    return _takes(tokens)
-
-
-def _takes(tokens: TokenFile) -> bool:
-    """True where the page at their port opens with ``tokens``."""
-    from mt_megatron.scope.web.access import link_to
-
-    link = http.client.HTTPConnection("127.0.0.1", tokens.port, timeout=2)
-    with contextlib.closing(link), contextlib.suppress(OSError, http.client.HTTPException):
-        link.request("GET", link_to(tokens).partition(f":{tokens.port}")[2])
-        return link.getresponse().getheader("set-cookie") is not None
-    return False
+        return False
+    return any(each.status == psutil.CONN_LISTEN and each.laddr.port == tokens.port for each in found)

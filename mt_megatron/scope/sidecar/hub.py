@@ -98,7 +98,7 @@ class ServeOptions:
     """True where port and tokens lie in ``page.json`` of the run, where ``scope open`` finds them."""
 
     says_control: bool = False
-    """Whether the control token is said as well."""
+    """True: links hand over control, and the control token is said as well."""
 
     say: Callable[[str], None] = print
     """Takes the line that says what listens where and how to open it, and troubles."""

@@ -1,9 +1,13 @@
 """Who may look and who may command: tokens in a private file, one-time links, sessions that expire.
 
 The view token never travels: a *ticket* is made of it (time, random number, HMAC-SHA256) by whoever may read
-the file, opens the page once, within ``TICKET_S``, and is exchanged for a cookie. The control token is a
-second secret that the page asks for and sends with each command; a cookie alone commands nothing, because a
-browser sends the cookies of 127.0.0.1 to every port there.
+the file, opens the page once, within ``TICKET_S``, and is exchanged for a session's token. The browser's tab
+keeps that token and sends it as a header: a cookie of 127.0.0.1 would go to every port there, also to another
+user's. The control token is a second secret that is sent with each command; a session alone commands
+nothing. A ticket made of the control token hands it to the tab.
+
+A link is given after the server has answered a challenge by the view token (``proof_of``): another process
+may have its port by now.
 """
 
 from __future__ import annotations
@@ -48,7 +52,8 @@ MOST_SESSIONS = 32
 REQUESTS_PER_S, BURST = 200.0, 400.0
 """Of one session."""
 
-_HEAD = struct.Struct("<d16s")
+_HEAD = struct.Struct("<d16s?")
+"""Time of making, random number, True for a ticket that hands over control."""
 
 
 def new_token() -> str:
@@ -109,20 +114,33 @@ def read_token_file(path: Path) -> TokenFile:
         ) from None
 
 
-def new_ticket(view_token: str, now: float | None = None) -> str:
-    """A text that opens the page once."""
-    head = _HEAD.pack(time.time() if now is None else now, secrets.token_bytes(16))
-    return base64.urlsafe_b64encode(head + _mac(view_token, head)).decode().rstrip("=")
+def new_ticket(token: str, now: float | None = None, *, controls: bool = False) -> str:
+    """A text that opens the page once. ``token``: the view token, or the control token where the ticket
+    ``controls``."""
+    head = _HEAD.pack(time.time() if now is None else now, secrets.token_bytes(16), controls)
+    return base64.urlsafe_b64encode(head + _mac(token, head)).decode().rstrip("=")
 
 
-def link_to(tokens: TokenFile) -> str:
-    """A link that opens the page of ``tokens`` once, for ``TICKET_S`` seconds."""
-    return f"http://127.0.0.1:{tokens.port}/open?ticket={new_ticket(tokens.view)}"
+def link_to(tokens: TokenFile, *, controls: bool = False) -> str:
+    """A link that opens the page of ``tokens`` once, for ``TICKET_S`` seconds; with control of the training
+    where it ``controls``."""
+    return link_at(tokens.port, new_ticket(tokens.control if controls else tokens.view, controls=controls))
+
+
+def link_at(port: int, ticket: str) -> str:
+    """The address that opens the page with ``ticket``, in the part that a browser keeps to itself: the page
+    posts it."""
+    return f"http://127.0.0.1:{port}/open#ticket={ticket}"
+
+
+def proof_of(view_token: str, challenge: str) -> str:
+    """A server's answer to ``challenge``, which shows that it has ``view_token``."""
+    return hmac.new(view_token.encode(), f"mt-scope server\0{challenge}".encode(), hashlib.sha256).hexdigest()
 
 
 @dataclass
 class Session:
-    """One browser."""
+    """One tab of a browser."""
 
     name: str
     """For the audit log; nothing can be opened with it."""
@@ -151,17 +169,19 @@ class Access:
         self._used: dict[bytes, float] = {}
         self._sessions: dict[bytes, Session] = {}
 
-    def redeem(self, ticket: str) -> tuple[str, Session] | str:
-        """Cookie and session for ``ticket``, or why it opens nothing."""
+    def redeem(self, ticket: str) -> tuple[str, Session, bool] | str:
+        """Token and session for ``ticket`` and whether it hands over control, or why it opens nothing."""
         try:
             body = base64.urlsafe_b64decode(ticket + "=" * (-len(ticket) % 4))
         except ValueError:
             body = b""
         head, mac = body[: _HEAD.size], body[_HEAD.size :]
         with self._lock:
-            if len(head) < _HEAD.size or not hmac.compare_digest(mac, _mac(self.view, head)):
+            if len(head) < _HEAD.size:
                 return "wrong ticket"
-            made, number = _HEAD.unpack(head)
+            made, number, controls = _HEAD.unpack(head)
+            if not hmac.compare_digest(mac, _mac(self.control if controls else self.view, head)):
+                return "wrong ticket"
             now = self._clock()
             if not made - CLOCK_S <= now <= made + TICKET_S:
                 return "expired ticket"
@@ -169,19 +189,19 @@ class Access:
                 return "used ticket"
             self._used = {each: until for each, until in self._used.items() if until > now}
             self._used[number] = made + TICKET_S
-            cookie = new_token()
+            token = new_token()
             session = Session(name=secrets.token_hex(4), began=now, used=now)
             if len(self._sessions) >= MOST_SESSIONS:
                 self._end(min(self._sessions, key=lambda key: self._sessions[key].used))
-            self._sessions[_digest(cookie)] = session
-            return cookie, session
+            self._sessions[_digest(token)] = session
+            return token, session, controls
 
-    def session(self, cookie: str | None) -> Session | str:
-        """The session of ``cookie``, or why there is none."""
-        if not cookie:
+    def session(self, token: str | None) -> Session | str:
+        """The session of ``token``, or why there is none."""
+        if not token:
             return "no session"
         with self._lock:
-            key = _digest(cookie)  # looked up by digest: the time it takes says nothing of the cookie
+            key = _digest(token)  # looked up by digest: the time it takes says nothing of the cookie
             found = self._sessions.get(key)
             if found is None:
                 return "unknown session"
@@ -200,10 +220,10 @@ class Access:
         """Whether ``token`` is the control token."""
         return hmac.compare_digest(token.encode("utf-8", "surrogatepass"), self.control.encode())
 
-    def end(self, cookie: str) -> None:
-        """End the session of ``cookie``."""
+    def end(self, token: str) -> None:
+        """End the session of ``token``."""
         with self._lock:
-            self._end(_digest(cookie))
+            self._end(_digest(token))
 
     def _end(self, key: bytes) -> None:
         found = self._sessions.pop(key, None)
@@ -219,5 +239,5 @@ def _mac(token: str, head: bytes) -> bytes:
     return hmac.new(token.encode(), b"mt-scope ticket\0" + head, hashlib.sha256).digest()
 
 
-def _digest(cookie: str) -> bytes:
-    return hashlib.sha256(cookie.encode("utf-8", "surrogatepass")).digest()
+def _digest(token: str) -> bytes:
+    return hashlib.sha256(token.encode("utf-8", "surrogatepass")).digest()

@@ -21,13 +21,13 @@ from starlette.websockets import WebSocket
 from mt_megatron.errors import MtMegatronError, ScopeError
 from mt_megatron.scope.watch import requests
 
-from .access import Access, Session
+from .access import Access, Session, proof_of
 from .assets import Asset
 from .audit import UNWRITTEN, Audit
-from .guard import Guard, TooLarge, cookie_name
+from .guard import Guard, TooLarge, session_of
 from .limits import Rate, Recent
 from .live import Sockets
-from .messages import BOOKMARK, Refused, checked, parse_command, parse_json, parse_query
+from .messages import BOOKMARK, OPEN, PROOF, Refused, checked, parse_command, parse_json, parse_query
 from .pack import CONTENT_TYPE
 from .source import Bookmark, Live
 from .views.context import Answer, Context
@@ -77,7 +77,8 @@ def application(site: Site) -> ASGIApp:
     routes = _Routes(site)
     app = Starlette(
         routes=[
-            Route("/open", routes.open, methods=["GET"]),
+            Route("/api/open", routes.open, methods=["POST"]),
+            Route("/api/proof", routes.proof, methods=["GET"]),
             Route("/api/command", routes.command, methods=["POST"]),
             Route("/api/control", routes.control, methods=["POST"]),
             Route("/api/bookmark", routes.bookmark, methods=["POST"]),
@@ -87,6 +88,7 @@ def application(site: Site) -> ASGIApp:
             Route("/api/{name}", routes.data, methods=["GET"]),
             WebSocketRoute("/live", routes.sockets),
             Route("/", routes.file, methods=["GET"]),
+            Route("/open", routes.file, methods=["GET"]),
             Route("/assets/{name}", routes.file, methods=["GET"]),
         ],
         exception_handlers={
@@ -111,33 +113,29 @@ class _Routes:
         self._opening = threading.Lock()
 
     async def open(self, request: Request) -> Response:
-        """Exchange a ticket for a session. The answer is a page that goes on to ``/`` by itself: after a
-        redirect from another site, a browser would not send a Strict cookie."""
-        tickets = request.query_params.getlist("ticket")
-        found = self._site.access.redeem(tickets[0]) if len(tickets) == 1 else "no ticket"
+        """Exchange a ticket for a session, which the tab keeps for itself."""
+        access = self._site.access
+        found = access.redeem(checked(parse_json(await request.body()), OPEN)["ticket"])
         if isinstance(found, str):
-            self._site.audit.refused(found, path="/open")
-            return PlainTextResponse(
-                f"MegaScope: {found}. A link works once, and for two minutes; make another with\n\n"
-                "    mt-megatron scope open RUN\n",
+            self._site.audit.refused(found, path="/api/open")
+            raise HTTPException(
                 403,
+                f"{found}: a link works once, and for two minutes; make another with 'mt-megatron scope open "
+                "RUN'",
             )
-        cookie, session = found
-        self._site.audit.write("opened", session=session.name)
-        response = Response(_GO_ON, media_type="text/html")
-        response.set_cookie(
-            cookie_name(request.scope),
-            cookie,
-            httponly=True,
-            samesite="strict",
-            path="/",
-            max_age=7 * 24 * 3600,
-        )
-        return response
+        token, session, controls = found
+        self._site.audit.write("opened", session=session.name, controls=controls)
+        return JSONResponse({"session": token, "control": access.control if controls else None})
+
+    async def proof(self, request: Request) -> Response:
+        """Show that this server is the run's own to whoever has its view token as well."""
+        (challenge,) = checked(dict(request.query_params), PROOF).values()
+        return PlainTextResponse(proof_of(self._site.access.view, challenge))
 
     async def file(self, request: Request) -> Response:
-        """A file of the build."""
-        asset = self._site.files.get(request.url.path)
+        """A file of the build; the address of a link is the page, which posts the ticket."""
+        path = request.url.path
+        asset = self._site.files.get("/" if path == "/open" else path)
         if asset is None:
             raise HTTPException(404)
         headers = {"ETag": asset.etag, "Cache-Control": "private, no-cache"}
@@ -260,15 +258,13 @@ class _Routes:
 
     async def leave(self, request: Request) -> Response:
         """End the session."""
-        cookie = request.cookies.get(cookie_name(request.scope), "")
-        self._site.access.end(cookie)
+        self._site.access.end(session_of(request.headers) or "")
         self._site.audit.write("left", session=request.scope["session"].name)
         return JSONResponse({"ok": True})
 
     async def sockets(self, socket: WebSocket) -> None:
         """Notices."""
-        access, session = self._site.access, socket.scope["session"]
-        await self._site.sockets.serve(socket, lambda: access.has_ended(session))
+        await self._site.sockets.serve(socket, self._site.access)
 
     async def _controlling(self, request: Request, what: str) -> tuple[Session, Any]:
         """Session and body of a request that has the control token. Raises ``Refused`` or 403, 429."""
@@ -286,12 +282,6 @@ class _Routes:
             self._site.audit.refused("wrong control token", session=session.name, path=what)
             raise HTTPException(403, "this needs the control token")
         return session, parse_json(await request.body())
-
-
-_GO_ON = (
-    '<!doctype html><html lang="en"><meta charset="utf-8"><title>MegaScope</title>'
-    '<script src="/assets/open.js"></script><p>MegaScope</p></html>'
-)
 
 
 def _short(arguments: Mapping[str, Any]) -> dict[str, Any]:

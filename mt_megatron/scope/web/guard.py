@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from http.cookies import CookieError, SimpleCookie
 
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from .access import Access, Session
+from .access import BURST, REQUESTS_PER_S, Access, Session
 from .audit import Audit
 from .limits import Rate
 from .messages import MOST_BYTES, MOST_QUERY
@@ -23,8 +22,12 @@ from .messages import MOST_BYTES, MOST_QUERY
 HOSTS = frozenset({"localhost", "127.0.0.1", "[::1]"})
 """Names by which a browser may reach this server, before the port (which ``ssh -L`` changes)."""
 
-OPEN_PATHS = frozenset({"/open", "/assets/open.js"})
-"""What answers without a session."""
+OPEN_PATHS = frozenset({"/", "/open", "/live", "/api/open", "/api/proof"})
+"""What answers without a session, besides the files of the build, which are no secret. The websocket's first
+frame names its session."""
+
+SESSION = "x-scope-session"
+"""The header with a session's token."""
 
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob: data:; "
@@ -42,13 +45,9 @@ HEADERS = {
 }
 
 HOW_TO_OPEN = (
-    "MegaScope: this browser has no session here ({why}).\n\n"
-    "On the machine that trains, run    mt-megatron scope open RUN    and open the link that it prints.\n"
-    "It works once, and for two minutes.\n"
+    "this tab has no session here ({why}). On the machine that trains, run 'mt-megatron scope open RUN' and "
+    "open the link that it prints; it works once, and for two minutes"
 )
-
-STRANGERS_PER_S, STRANGERS_BURST = 20.0, 60.0
-"""Requests without a session that are answered, of all clients together."""
 
 _HOST = re.compile(r"(localhost|127\.0\.0\.1|\[::1\])(:\d{1,5})?", re.IGNORECASE)
 
@@ -60,7 +59,7 @@ class Guard:
         self._app = app
         self._access = access
         self._audit = audit
-        self._strangers = Rate(STRANGERS_PER_S, STRANGERS_BURST)
+        self._strangers = Rate(REQUESTS_PER_S, BURST)  # all clients without a session together
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -93,17 +92,17 @@ class Guard:
         stranger = self._stranger(scope, headers)
         if stranger is not None:
             if not self._strangers.take():
-                return 429, "flood", "too many requests\n"
+                return 429, "flood", "too many requests"
             return stranger
-        found = self._access.session(cookie_of(headers, scope))
+        found = self._access.session(session_of(headers))
         if isinstance(found, Session):
             scope["session"] = found
             if not found.rate.take():
-                return 429, "flood", "too many requests\n"
+                return 429, "flood", "too many requests"
             return None
         if not self._strangers.take():
-            return 429, "flood", "too many requests\n"
-        if scope["type"] == "http" and scope["path"] in OPEN_PATHS:
+            return 429, "flood", "too many requests"
+        if scope["path"] in OPEN_PATHS or scope["path"].startswith("/assets/"):
             return None
         return 401, found, HOW_TO_OPEN.format(why=found)
 
@@ -111,52 +110,36 @@ class Guard:
         """What shows that the request comes from elsewhere, or is none that this page makes."""
         client = scope.get("client")
         if client is not None and not is_loopback(client[0]):
-            return 403, "foreign address", "only this machine may ask\n"
+            return 403, "foreign address", "only this machine may ask"
         hosts = headers.getlist("host")
         if len(hosts) != 1 or not _HOST.fullmatch(hosts[0]):
-            return 421, "foreign host", "the Host header names another machine\n"
+            return 421, "foreign host", "the Host header names another machine"
         origins = headers.getlist("origin")
         writes = scope["type"] == "websocket" or scope["method"] not in ("GET", "HEAD")
         if len(origins) > 1 or (origins and origins[0].lower() != f"http://{hosts[0].lower()}"):
-            return 403, "foreign origin", "the Origin header names another page\n"
+            return 403, "foreign origin", "the Origin header names another page"
         if writes and not origins:
-            return 403, "no origin", "expected an Origin header\n"
+            return 403, "no origin", "expected an Origin header"
         site = headers.getlist("sec-fetch-site")
         # A link from elsewhere may open the page (it needs a ticket), and nothing else.
         if scope["path"] != "/open" and any(each not in ("same-origin", "none") for each in site):
-            return 403, "foreign site", "another page asked for this\n"
+            return 403, "foreign site", "another page asked for this"
         if scope["type"] == "http" and scope["method"] not in ("GET", "HEAD", "POST"):
-            return 405, "method", "expected GET or POST\n"
+            return 405, "method", "expected GET or POST"
         raw = scope.get("raw_path") or scope["path"].encode("utf-8", "surrogatepass")
         if b"%" in raw or b"\\" in raw or b".." in raw or b"//" in raw or len(raw) > 300 or not raw.isascii():
-            return 400, "path", "no such path\n"
+            return 400, "path", "no such path"
         if len(scope.get("query_string", b"")) > MOST_QUERY:
-            return 414, "query", f"expected a query of at most {MOST_QUERY:,} characters\n"
+            return 414, "query", f"expected a query of at most {MOST_QUERY:,} characters"
         length = headers.get("content-length")
         if length is not None and not (length.isascii() and length.isdigit() and int(length) <= MOST_BYTES):
-            return 413, "oversized", f"expected at most {MOST_BYTES:,} bytes\n"
+            return 413, "oversized", f"expected at most {MOST_BYTES:,} bytes"
         return None
 
 
-def cookie_name(scope: Scope) -> str:
-    """By port: cookies of 127.0.0.1 are common to all of its ports."""
-    server = scope.get("server")
-    return f"mt_scope_{server[1] if server else 0}"
-
-
-def cookie_of(headers: Headers, scope: Scope) -> str | None:
-    """The session's cookie; None without one, or with several."""
-    name = cookie_name(scope)
-    found: list[str] = []
-    for header in headers.getlist("cookie"):
-        try:
-            jar: SimpleCookie = SimpleCookie(header)
-        except CookieError:
-            continue
-        if name in jar:
-            found.append(jar[name].value)
-        if header.count(f"{name}=") > 1:
-            return None
+def session_of(headers: Headers) -> str | None:
+    """The session's token of a request; None without one, or with several."""
+    found = headers.getlist(SESSION)
     return found[0] if len(found) == 1 else None
 
 
@@ -210,5 +193,4 @@ async def _refuse(scope: Scope, receive: Receive, send: Send, status: int, body:
             {"type": "websocket.close", "code": 4000 + status, "reason": ""}
         )  # before accept: HTTP 403
         return
-    response: Response = PlainTextResponse(body, status)
-    await response(scope, receive, _with_headers(send))
+    await JSONResponse({"error": body}, status)(scope, receive, _with_headers(send))

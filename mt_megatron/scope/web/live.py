@@ -16,7 +16,9 @@ from typing import Any
 
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
+from .access import Access, Session
 from .audit import Audit
+from .connection import REQUEST_S
 from .limits import Rate
 from .messages import MOST_BYTES, Refused, parse_json, parse_socket
 from .source import Live, Subscription
@@ -37,6 +39,9 @@ SEND_S = 60.0
 
 ENDED_S = 0.5
 """From one look at its session to the next."""
+
+ENTERED = '{"k":"entered"}'
+"""The first notice: from here on no event is missed."""
 
 POLICY_VIOLATION, TRY_LATER = 1008, 1013
 
@@ -90,12 +95,19 @@ class Sockets:
         finally:
             subscription.close()
 
-    async def serve(self, socket: WebSocket, has_ended: Callable[[], bool]) -> None:
-        """One browser, until it leaves or its session ``has_ended``."""
+    async def serve(self, socket: WebSocket, access: Access) -> None:
+        """One browser, until it leaves or the session of its first message ends."""
         if self._live is None or self.open >= MOST_SOCKETS:
             await socket.close(TRY_LATER)
             return
         await socket.accept()
+        session = await self._entered(socket, access)
+        if session is None:
+            return
+
+        def has_ended() -> bool:
+            return access.has_ended(session)
+
         self.open += 1
         subscription = self._live.subscribe(QUEUE)
         wanted: set[str] = set(_KINDS)
@@ -120,6 +132,24 @@ class Sockets:
             with contextlib.suppress(Exception):  # closed already
                 await socket.close()
 
+    async def _entered(self, socket: WebSocket, access: Access) -> Session | None:
+        """The session that the first message names, within the time that a request has; None where it names
+        none: the websocket is closed then."""
+        why = "no session"
+        try:
+            do, fields = parse_socket(parse_json(await asyncio.wait_for(socket.receive_text(), REQUEST_S)))
+            found = access.session(fields["token"]) if do == "session" else why
+            if isinstance(found, Session):
+                return found
+            why = found
+        except (asyncio.TimeoutError, KeyError, Refused):  # KeyError: bytes instead of text
+            pass
+        except WebSocketDisconnect:
+            return None
+        self._audit.refused(why, path="/live")
+        await socket.close(POLICY_VIOLATION)
+        return None
+
     async def _send(
         self,
         socket: WebSocket,
@@ -128,6 +158,7 @@ class Sockets:
         has_ended: Callable[[], bool],
     ) -> None:
         told = 0
+        await asyncio.wait_for(socket.send_text(ENTERED), SEND_S)
         async for event in subscription:
             if has_ended():
                 await socket.close(POLICY_VIOLATION)
@@ -165,7 +196,9 @@ class Sockets:
                     why = "no text"
                 else:
                     do, fields = parse_socket(parse_json(text))
-                    if do == "kinds":
+                    if do == "session":
+                        why = "a second session"
+                    elif do == "kinds":
                         wanted.clear()
                         wanted.update(_KINDS.intersection(fields["kinds"].split(",")))
             except Refused as refused:

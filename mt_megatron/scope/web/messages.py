@@ -142,8 +142,17 @@ BOOKMARK: Mapping[str, Field] = {
     "text": text(LONGEST_BOOKMARK, needed=True),
 }
 
-SOCKET: Mapping[str, Mapping[str, Field]] = {"ping": {}, "kinds": {"kinds": text(200, needed=True)}}
-"""Messages over the websocket: ``kinds``, a list with commas of the events that are wanted."""
+OPEN: Mapping[str, Field] = {"ticket": text(200, needed=True)}
+
+PROOF: Mapping[str, Field] = {"challenge": text(100, needed=True)}
+
+SOCKET: Mapping[str, Mapping[str, Field]] = {
+    "session": {"token": text(100, needed=True)},
+    "ping": {},
+    "kinds": {"kinds": text(200, needed=True)},
+}
+"""Messages over the websocket: ``session``, the first one and no other; ``kinds``, a list with commas of the
+events that are wanted."""
 
 
 def parse_socket(value: Any) -> tuple[str, dict[str, Any]]:

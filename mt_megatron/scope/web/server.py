@@ -17,7 +17,7 @@ import uvicorn
 
 from mt_megatron.errors import ConfigError
 
-from .access import TokenFile, new_ticket, read_token_file, write_secret, write_token_file
+from .access import TokenFile, link_at, new_ticket, read_token_file, write_secret, write_token_file
 from .app import Site, application
 from .connection import Connection
 from .guard import is_loopback
@@ -97,15 +97,17 @@ class Page:
             self._socket.close()
             raise
 
-    def url(self) -> str:
-        """A new one-time link."""
-        return f"http://127.0.0.1:{self.port}/open?ticket={new_ticket(self.site.access.view)}"
+    def url(self, *, controls: bool = False) -> str:
+        """A new one-time link; with control of the training where it ``controls``."""
+        access = self.site.access
+        ticket = new_ticket(access.control if controls else access.view, controls=controls)
+        return link_at(self.port, ticket)
 
-    def write_address(self, path: Path) -> None:
+    def write_address(self, path: Path, *, controls: bool = False) -> None:
         """Replace ``path``, mode 0600, by a new one-time link. Raises ``OSError``."""
-        write_secret(path, self.url() + "\n")
+        write_secret(path, self.url(controls=controls) + "\n")
 
-    def line(self, run: str, *, live: bool = True) -> str:
+    def line(self, run: str, *, live: bool = True, controls: bool = False) -> str:
         """What listens where, and how to open it: of a training by a command, as its log is read by many;
         of a recording by the link itself."""
         note = f" ({self.note})" if self.note else ""
@@ -114,7 +116,7 @@ class Page:
             again = f" (for another link: mt-megatron scope open {run})" if self._token_file else ""
             return (
                 f"scope: the page listens on 127.0.0.1:{self.port}, loopback only{note}; open within two "
-                f"minutes, once: {self.url()}{again}; Ctrl-C ends it"
+                f"minutes, once: {self.url(controls=controls)}{again}; Ctrl-C ends it"
             )
         return (
             f"scope: the live page listens on 127.0.0.1:{self.port}, loopback only{note}; open it with "

@@ -60,8 +60,8 @@ async def serve(hub: Hub, open_recording: Callable[[], Recording], options: Serv
                 f"{root / TOKEN_FILE} cannot be written ({error}); expected a folder that this user writes to"
             ) from None
         if options.token_file is not None:
-            page.write_address(options.token_file)
-        options.say(page.line(str(options.run), live=hub.live))
+            page.write_address(options.token_file, controls=options.says_control)
+        options.say(page.line(str(options.run), live=hub.live, controls=options.says_control))
         if options.says_control:
             options.say(f"control token: {site.access.control}")
         listening = asyncio.create_task(site.sockets.listen())

@@ -197,10 +197,18 @@ def test_a_dead_page_whose_port_another_process_has_is_replaced(
         write_token_file(page, replace(here, pid=os.getppid()))
         assert run("open", tmp_path) == 0 and len(during) == 2
         assert f":{port}/" not in capsys.readouterr().out
-        # One that listens there serves the page; --here serves another, and leaves that one's file.
+        # One that listens there and does not prove that it has the token gets no link; --here serves another
+        # page, and leaves that one's file.
         write_token_file(page, replace(here, pid=os.getpid()))
-        assert run("open", tmp_path) == 0 and len(during) == 2
-        assert f"http://127.0.0.1:{port}/open" in capsys.readouterr().out
+        assert run("open", tmp_path) == 2 and len(during) == 2
+        out, said = capsys.readouterr()
+        assert f"127.0.0.1:{port} that does not prove" in said and "ticket" not in out + said
+        # The page of another machine, and a server of this one where its tunnel would end.
+        write_token_file(page, replace(here, host="elsewhere"))
+        assert run("open", tmp_path) == 2 and len(during) == 2
+        out, said = capsys.readouterr()
+        assert "does not prove to be the page of elsewhere" in said and "ticket" not in out + said
+        write_token_file(page, replace(here, pid=os.getpid()))
         assert run("open", tmp_path, "--here") == 0
         assert during[2] == read_token_file(page) == replace(here, pid=os.getpid())
         assert f":{port}/" not in capsys.readouterr().out

@@ -21,7 +21,7 @@ from mt_megatron.scope.recording.files import scope_files
 from mt_megatron.scope.recording.reader import open_recording
 from mt_megatron.scope.sidecar.hub import Hub, ServeOptions
 from mt_megatron.scope.web import serve
-from mt_megatron.scope.web.access import TokenFile, link_to, read_token_file
+from mt_megatron.scope.web.access import TokenFile, new_ticket, read_token_file
 from mt_megatron.scope.web.pack import unpack
 
 
@@ -69,13 +69,17 @@ class Served:
         path: str,
         *,
         method: str = "GET",
-        cookie: str | None = None,
+        session: str | None = None,
         body: bytes | None = None,
         **headers: str | None,
     ) -> Reply:
         """One request, exactly as given: ``Host`` is right unless ``host`` is given (None: none)."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
-        given: dict[str, str | None] = {"host": f"127.0.0.1:{self.port}", "cookie": cookie, **headers}
+        given: dict[str, str | None] = {
+            "host": f"127.0.0.1:{self.port}",
+            "x_scope_session": session,
+            **headers,
+        }
         try:
             connection.putrequest(method, path, skip_host=True, skip_accept_encoding=True)
             for name, value in given.items():
@@ -90,13 +94,17 @@ class Served:
             connection.close()
 
     def enter(self) -> str:
-        """A new session's cookie."""
-        reply = self.ask(link_to(self.tokens).removeprefix(self.origin))
+        """A new session's token."""
+        reply = self.redeem(new_ticket(self.tokens.view))
         assert reply.status == 200, reply
-        return reply.header("set-cookie").partition(";")[0]
+        return str(reply.json()["session"])
+
+    def redeem(self, ticket: str) -> Reply:
+        """As the page of a link does it."""
+        return self.post("/api/open", {"ticket": ticket}, None)
 
     def post(
-        self, path: str, value: Any, cookie: str, *, control: str | None = None, **headers: str | None
+        self, path: str, value: Any, session: str | None, *, control: str | None = None, **headers: str | None
     ) -> Reply:
         """As the page posts."""
         plain: dict[str, str | None] = {
@@ -106,15 +114,20 @@ class Served:
             **headers,
         }
         body = value if isinstance(value, bytes) else json.dumps(value).encode()
-        return self.ask(path, method="POST", cookie=cookie, body=body, **plain)
+        return self.ask(path, method="POST", session=session, body=body, **plain)
 
-    def connect(self, cookie: str | None, origin: str | None = "own") -> ClientConnection:
-        """A websocket as a browser opens it. Raises ``websockets.InvalidStatus``."""
-        return connect(
+    @contextlib.contextmanager
+    def connect(self, session: str | None, origin: str | None = "own") -> Iterator[ClientConnection]:
+        """A websocket as the page opens it; without a session nothing is said. Raises
+        ``websockets.InvalidStatus`` or ``ConnectionClosed``."""
+        with connect(
             f"ws://127.0.0.1:{self.port}/live",
             origin=Origin(self.origin) if origin == "own" else origin and Origin(origin),  # type: ignore[arg-type]
-            additional_headers={} if cookie is None else {"Cookie": cookie},
-        )
+        ) as link:
+            if session is not None:
+                link.send(json.dumps({"do": "session", "token": session}))
+                assert json.loads(link.recv(timeout=20)) == {"k": "entered"}
+            yield link
 
     def raw(self, data: bytes, *, answers: bool = False) -> bytes:
         """Send ``data`` as it is; what came back until the server closed or was silent for a second; where it
@@ -186,7 +199,7 @@ def served(
     tokens = read_token_file(scope_files(run).root / "page.json")
     one = Served(run=run, hub=hub, tokens=tokens, said=said, commands=commands, loop=loop)
     until = time.monotonic() + 30
-    while one.ask("/").status != 401:
+    while one.ask("/api/run").status != 401:
         assert time.monotonic() < until
         time.sleep(0.02)
     try:

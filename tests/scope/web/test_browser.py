@@ -247,11 +247,11 @@ def test_slow_browser_is_told_what_it_missed(tmp_path: Path) -> None:
     missing."""
     write_run(tmp_path / "run", RunShape(steps=20, tensor_every=0, token_every=0))
     with served(tmp_path / "run", live=True) as page:
-        cookie, begun = page.enter(), threading.Event()
+        session, begun = page.enter(), threading.Event()
         grown: list[int] = []
 
         def floods() -> None:
-            until(lambda: page.ask("/api/server", cookie=cookie).json()["sockets"] == 1, 60)
+            until(lambda: page.ask("/api/server", session=session).json()["sockets"] == 1, 60)
             begun.wait(60)
             before = psutil.Process().memory_info().rss
             for number in range(40_000):
@@ -274,7 +274,7 @@ def test_slow_browser_is_told_what_it_missed(tmp_path: Path) -> None:
         found = drive(link_to(page.tokens), tmp_path, actions, language="en")["results"]
         thread.join(60)
         assert re.fullmatch(r"\d+ notices missed", " ".join(found[-1].split())), found[-1]
-        until(lambda: page.ask("/api/server", cookie=cookie).json()["browser_dropped"] > 10_000)
+        until(lambda: page.ask("/api/server", session=session).json()["browser_dropped"] > 10_000)
         assert max(grown) < 64 * 2**20
 
 
@@ -326,10 +326,10 @@ def test_answers_slower_than_the_recording_grows_are_shown(
 def test_killed_browser_leaves_nothing_behind(tmp_path: Path) -> None:
     write_run(tmp_path / "run", RunShape(steps=20, tensor_every=0, token_every=0))
     with served(tmp_path / "run", live=True) as page:
-        cookie = page.enter()
+        session = page.enter()
 
         def sockets() -> int:
-            return int(page.ask("/api/server", cookie=cookie).json()["sockets"])
+            return int(page.ask("/api/server", session=session).json()["sockets"])
 
         request = {"modules": str(node_folder()), "chromium": CHROMIUM, "url": link_to(page.tokens)}
         path = tmp_path / "request.json"
@@ -444,8 +444,8 @@ def _steps(page: Served) -> Iterator[None]:
             page.hub.publish({"k": "step", "step": number})
 
     def send() -> None:
-        cookie = page.enter()
-        until(lambda: page.ask("/api/server", cookie=cookie).json()["sockets"] == 1, 60)
+        session = page.enter()
+        until(lambda: page.ask("/api/server", session=session).json()["sockets"] == 1, 60)
         page.loop.call_soon_threadsafe(many)
         while not ended.wait(0.3):
             page.publish({"k": "step", "step": 20})

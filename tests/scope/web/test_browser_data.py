@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -93,17 +92,23 @@ def test_lost_connection_is_made_good_and_an_ended_session_is_told(tmp_path: Pat
     """What was recorded while no notice came is shown once the connection is back."""
     write_run(tmp_path / "run", RunShape(steps=20, tensor_every=0, token_every=0))
     with served(tmp_path / "run", live=True) as page:
-        headers = {"Content-Type": "application/json", "X-Scope-Control": page.tokens.control}
-        mark = {"method": "POST", "headers": headers, "body": json.dumps({"step": 3, "text": "meanwhile"})}
+        headers = (
+            f"{{'Content-Type': 'application/json', 'X-Scope-Control': '{page.tokens.control}', "
+            "'X-Scope-Session': sessionStorage['mt-scope-session']}"
+        )
+        post = (
+            f"((path, body) => fetch(path, {{method: 'POST', headers: {headers}, "
+            "body: JSON.stringify(body)}).then((answer) => answer.status))"
+        )
         lose = ["evaluate", "window.links.at(-1).close()"]
         actions: list[Any] = [
             ["until", "document.querySelector('[data-state=live]')", 30_000],
             ["wait", 2_500],
             lose,
             ["until", "document.querySelector('[data-state=off]')", 5_000],
-            ["evaluate", f"fetch('/api/bookmark', {json.dumps(mark)}).then((answer) => answer.status)"],
+            ["evaluate", f"{post}('/api/bookmark', {{step: 3, text: 'meanwhile'}})"],
             ["until", "document.querySelector('.track').textContent.includes('meanwhile')", 20_000],
-            ["evaluate", "fetch('/api/leave', {method: 'POST'}).then((answer) => answer.status)"],
+            ["evaluate", f"{post}('/api/leave', {{}})"],
             lose,
             ["until", "document.querySelector('.toast code')", 10_000],
             ["wait", 4_000],

@@ -36,7 +36,7 @@ def test_digest_sees_every_change(tmp_path: Path) -> None:
 def test_build_may_be_shipped() -> None:
     build.check(PAGE)
     assert build.compressed_bytes(PAGE) <= 250_000
-    assert {"/", "/assets/page.js", "/assets/page.css", "/assets/open.js"} <= set(assets())
+    assert {"/", "/assets/page.js", "/assets/page.css"} <= set(assets())
     assert "scope/web/page/**" in (ROOT / "pyproject.toml").read_text()
 
 

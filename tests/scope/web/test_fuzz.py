@@ -74,20 +74,20 @@ def test_fuzzed_messages_are_refused_and_break_nothing(
     monkeypatch.setattr(app, "COMMANDS_BURST", 1e9)
     draw = random.Random(20 + part)
     site_commands = len(page.commands)
-    served_before = page.ask("/api/run", cookie=page.enter()).status
+    served_before = page.ask("/api/run", session=page.enter()).status
     assert served_before == 200
     counts: dict[str, dict[int, int]] = {}
-    cookie, uses = page.enter(), 0
+    session, uses = page.enter(), 0
     for number in range(FUZZED):
         if uses >= 300:  # below a session's burst
-            cookie, uses = page.enter(), 0
+            session, uses = page.enter(), 0
         way = number % 10
         if way < 5:
             kind = "query"
             name = draw.choice([*QUERIES, "x", "server", "runs"])
             fields = [*QUERIES.get(name, {}), "run", "zz"]
             pairs = "&".join(f"{draw.choice(fields)}={_text(draw)}" for _ in range(draw.randrange(4)))
-            status = page.ask(f"/api/{name}?{pairs}", cookie=cookie).status
+            status = page.ask(f"/api/{name}?{pairs}", session=session).status
             uses += 1
             assert status in (200, 400, 404, 414, 429), (name, pairs, status)
         elif way < 8:
@@ -100,7 +100,7 @@ def test_fuzzed_messages_are_refused_and_break_nothing(
             # The control token's own route looks at no body; to others half of the messages have it.
             gives = path not in ("/api/control",) and draw.random() < 0.5
             control = page.tokens.control if gives else draw.choice([None, "x"])
-            status = page.post(path, body, cookie, control=control).status
+            status = page.post(path, body, session, control=control).status
             uses += 1
             # A random message may be a bookmark as a browser sends it.
             accepted = (200,) if gives and path == "/api/bookmark" and _is_bookmark(body) else ()
@@ -116,7 +116,7 @@ def test_fuzzed_messages_are_refused_and_break_nothing(
         else:
             kind = "websocket"
             said = draw.choice([json.dumps(_value(draw)), draw.randbytes(20), "", "{}", '{"do":"x"}'])
-            with page.connect(cookie) as link:
+            with page.connect(session) as link:
                 link.send(said)
                 with pytest.raises(ConnectionClosed) as closed:
                     link.recv(timeout=20)
@@ -134,7 +134,7 @@ def test_fuzzed_messages_are_refused_and_break_nothing(
     assert not any(of.get(500) for of in counts.values()) and len(page.commands) == site_commands
     assert counts["query"].get(400, 0) > FUZZED // 10 and counts["body"].get(400, 0) > FUZZED // 20
     # It still does what it is there for.
-    assert page.ask("/api/run", cookie=page.enter()).status == 200
+    assert page.ask("/api/run", session=page.enter()).status == 200
     with page.connect(page.enter()) as again:
         page.publish({"k": "step", "step": 7})
         assert json.loads(again.recv(timeout=10))["step"] == 7

@@ -41,7 +41,7 @@ def test_events_come_without_arrays(page: Served) -> None:
 
 
 def test_a_notice_is_written_once_for_all_browsers(page: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    cookie, written = page.enter(), []
+    session, written = page.enter(), []
 
     def counted(event: Mapping[str, Any]) -> dict[str, Any]:
         written.append(event["step"])
@@ -49,8 +49,8 @@ def test_a_notice_is_written_once_for_all_browsers(page: Served, monkeypatch: py
 
     monkeypatch.setattr(live, "small", counted)
     with contextlib.ExitStack() as stack:
-        links = [stack.enter_context(page.connect(cookie)) for _ in range(3)]
-        until(lambda: page.ask("/api/server", cookie=cookie).json()["sockets"] == 3)
+        links = [stack.enter_context(page.connect(session)) for _ in range(3)]
+        until(lambda: page.ask("/api/server", session=session).json()["sockets"] == 3)
         for step in range(2 * QUEUE):
             page.publish({"k": "step", "step": step})
             for link in links:
@@ -61,8 +61,8 @@ def test_a_notice_is_written_once_for_all_browsers(page: Served, monkeypatch: py
 def test_state_is_kept_for_browsers_that_come_later(page: Served) -> None:
     value = {"paused": True, "step": 9}
     page.answer({"k": "result", "id": "state", "ok": True, "value": value, "error": None})
-    cookie, until = page.enter(), time.monotonic() + 10
-    while page.ask("/api/server", cookie=cookie).json()["state"] != value:
+    session, until = page.enter(), time.monotonic() + 10
+    while page.ask("/api/server", session=session).json()["state"] != value:
         assert time.monotonic() < until
         time.sleep(0.05)
 
@@ -81,18 +81,18 @@ def test_requests_reach_the_file_that_all_sidecars_read(page: Served) -> None:
 
 
 def test_bookmarks_are_kept(page: Served) -> None:
-    cookie = page.enter()
+    session = page.enter()
     for text, status in (("here", 200), ("x" * 201, 400), ("two\nlines", 400), ("", 400)):
         mark = {"step": 7, "text": text}
-        assert page.post("/api/bookmark", mark, cookie, control=page.tokens.control).status == status
-    marks = page.ask("/api/run", cookie=cookie).json()["bookmarks"]
+        assert page.post("/api/bookmark", mark, session, control=page.tokens.control).status == status
+    marks = page.ask("/api/run", session=session).json()["bookmarks"]
     assert {"step": 7, "text": "here"} in marks
 
 
 def test_browser_that_reads_nothing_costs_a_bounded_queue(page: Served) -> None:
     """Its socket is open and never read; another browser gets everything meanwhile."""
-    cookie = page.enter()
-    frozen = websocket_by_hand(page, cookie)
+    session = page.enter()
+    frozen = websocket_by_hand(page, session)
     text, got = "x" * 3_000, 0
     with frozen, page.connect(page.enter()) as reader:
         time.sleep(0.3)
@@ -108,9 +108,9 @@ def test_browser_that_reads_nothing_costs_a_bounded_queue(page: Served) -> None:
         assert worst.dropped > EVENTS // 3
         assert all(len(each._events) <= QUEUE + 1 for each in subscriptions)
         assert psutil.Process().memory_info().rss - memory < 64 * 2**20
-        assert page.ask("/api/run", cookie=cookie).status == 200
+        assert page.ask("/api/run", session=session).status == 200
     until = time.monotonic() + 20
-    while page.ask("/api/server", cookie=cookie).json()["browser_dropped"] < worst.dropped:
+    while page.ask("/api/server", session=session).json()["browser_dropped"] < worst.dropped:
         assert time.monotonic() < until
         time.sleep(0.1)
 
@@ -118,10 +118,10 @@ def test_browser_that_reads_nothing_costs_a_bounded_queue(page: Served) -> None:
 @pytest.mark.parametrize("how", ["slow", "killed"])
 def test_browser_that_reads_slowly_or_dies_costs_no_more(page: Served, how: str) -> None:
     """A few bytes of it at a time, or its end in the middle of a message."""
-    cookie = page.enter()
-    link = websocket_by_hand(page, cookie)
+    session = page.enter()
+    link = websocket_by_hand(page, session)
     with link, page.connect(page.enter()) as reader:
-        until(lambda: page.ask("/api/server", cookie=cookie).json()["sockets"] == 2)
+        until(lambda: page.ask("/api/server", session=session).json()["sockets"] == 2)
         subscriptions = list(page.hub._subscriptions)
         memory, got = psutil.Process().memory_info().rss, 0
         for number in range(EVENTS):
@@ -140,11 +140,11 @@ def test_browser_that_reads_slowly_or_dies_costs_no_more(page: Served, how: str)
         if how == "slow":
             assert max(each.dropped for each in subscriptions) > EVENTS // 3
         else:
-            until(lambda: page.ask("/api/server", cookie=cookie).json()["sockets"] == 1)
-    until(lambda: page.ask("/api/server", cookie=cookie).json()["sockets"] == 0)
+            until(lambda: page.ask("/api/server", session=session).json()["sockets"] == 1)
+    until(lambda: page.ask("/api/server", session=session).json()["sockets"] == 0)
 
 
-def websocket_by_hand(page: Served, cookie: str) -> socket.socket:
+def websocket_by_hand(page: Served, session: str) -> socket.socket:
     """Open, with a small window; nothing of it is read by itself."""
     link = socket.create_connection(("127.0.0.1", page.port))
     link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -152,11 +152,13 @@ def websocket_by_hand(page: Served, cookie: str) -> socket.socket:
     link.sendall(
         (
             f"GET /live HTTP/1.1\r\nHost: 127.0.0.1:{page.port}\r\nOrigin: {page.origin}\r\n"
-            f"Cookie: {cookie}\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+            "Upgrade: websocket\r\nConnection: Upgrade\r\n"
             "Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
         ).encode()
     )
     assert b" 101 " in link.recv(4096)
+    said = json.dumps({"do": "session", "token": session}).encode()
+    link.sendall(bytes([0x81, 0x80 | len(said), 0, 0, 0, 0]) + said)  # one masked frame of text
     return link
 
 

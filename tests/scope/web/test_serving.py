@@ -11,14 +11,17 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from mt_megatron.cli.scope.open import _serves
+from mt_megatron.cli.main import main
+from mt_megatron.cli.scope.open import _server_of
 from mt_megatron.errors import ConfigError, ScopeError
 from mt_megatron.scope.recording.files import scope_files
 from mt_megatron.scope.recording.reader import open_recording
@@ -27,7 +30,7 @@ from mt_megatron.scope.sidecar import sidecar
 from mt_megatron.scope.sidecar.hub import Hub, ServeOptions
 from mt_megatron.scope.sidecar.process import END
 from mt_megatron.scope.web import serve, serving
-from mt_megatron.scope.web.access import read_token_file
+from mt_megatron.scope.web.access import TokenFile, read_token_file, write_token_file
 from mt_megatron.scope.web.assets import assets, built_from
 from mt_megatron.scope.web.server import Page
 from tests.launch import ROOT
@@ -69,12 +72,12 @@ def test_says_where_it_listens_and_stops_without_a_trace(run: Path) -> None:
     with served(run) as page:
         assert len(page.said) == 1 and f"127.0.0.1:{page.port}" in page.said[0], page.said
         link = next(word for word in page.said[0].split() if word.startswith("http://"))
-        assert page.ask(link.removeprefix(page.origin)).status == 200
+        assert page.redeem(link.rstrip(";").partition("#ticket=")[2]).status == 200
         assert page.port in listening() - before[0]
-        cookie = page.enter()
-        assert page.ask("/api/run", cookie=cookie).json()["count"] == 4
-        assert page.ask("/api/server", cookie=cookie).json()["live"] is False
-        reply = page.post("/api/command", {"do": "pause"}, cookie, control=page.tokens.control)
+        session = page.enter()
+        assert page.ask("/api/run", session=session).json()["count"] == 4
+        assert page.ask("/api/server", session=session).json()["live"] is False
+        reply = page.post("/api/command", {"do": "pause"}, session, control=page.tokens.control)
         assert reply.status == 409 and "no training" in reply.json()["error"]
         assert (run / "scope" / "page.json").exists()
     assert not (run / "scope" / "page.json").exists()
@@ -138,12 +141,12 @@ def test_second_server_keeps_its_token_file_when_the_first_ends(run: Path) -> No
             second = read_token_file(path)
             assert second.port != first.port and second.view != first.tokens.view
             # Secrets of the one open nothing at the other.
-            cookie = first.enter().replace(str(first.port), str(second.port))
+            session = first.enter()
             other = Served(run=run, hub=first.hub, tokens=second, said=said, loop=first.loop)
-            assert other.ask("/api/run", cookie=cookie).status == 401
+            assert other.ask("/api/run", session=session).status == 401
             until_first_ends.close()
             assert first.port not in listening() and read_token_file(path) == second
-            assert other.ask("/api/run", cookie=other.enter()).status == 200
+            assert other.ask("/api/run", session=other.enter()).status == 200
     assert not path.exists()
 
 
@@ -213,12 +216,12 @@ def test_recording_that_comes_later_and_grows(tmp_path: Path) -> None:
     beginner.start()
     with served(run, live=True) as page:
         beginner.join()
-        writer, cookie = writers[0], page.enter()
+        writer, session = writers[0], page.enter()
         # No rank has come: nothing is shown, and nothing fails.
-        first = page.ask("/api/run", cookie=cookie).json()
+        first = page.ask("/api/run", session=session).json()
         assert first["count"] == 0 and first["facts"]["world_size"] == 0
         for name in ("steps", "model", "tensors", "rows", "experts", "alerts", "topology", "timeline"):
-            assert page.ask(f"/api/{name}", cookie=cookie).status == 200, name
+            assert page.ask(f"/api/{name}", session=session).status == 200, name
         writer.tick(
             [(rank, frame) for rank in range(4) for frame in (hello(SMALL, rank), schema(SMALL, rank))]
         )
@@ -226,14 +229,14 @@ def test_recording_that_comes_later_and_grows(tmp_path: Path) -> None:
             writer.tick([(rank, frame) for rank in range(4) for frame in frames_of(SMALL, rank, step)])
 
             def grown(step: int = step) -> bool:
-                _, table = page.ask("/api/steps", cookie=cookie).unpacked()
+                _, table = page.ask("/api/steps", session=session).unpacked()
                 return bool(table["i"].tolist() == list(range(1, step + 1)))
 
             until(grown)
         query = "/api/series?path=decoder.layers.1&statistic=activation_rms"
-        until(lambda: page.ask(query, cookie=cookie).status == 200)
-        until(lambda: page.ask(query, cookie=cookie).unpacked()[1]["i"].tolist() == [2, 4])
-        assert page.ask("/api/run", cookie=cookie).json()["revision"] > first["revision"]
+        until(lambda: page.ask(query, session=session).status == 200)
+        until(lambda: page.ask(query, session=session).unpacked()[1]["i"].tolist() == [2, 4])
+        assert page.ask("/api/run", session=session).json()["revision"] > first["revision"]
     writer.close()
 
 
@@ -244,15 +247,15 @@ def test_neighbours_are_those_with_a_recording(recorded: tuple[Path, Truth]) -> 
         (run.parent / "link").symlink_to(run.parent / "other")
     assert set(serving.neighbours(run)) == {"other"}
     with served(run) as page:
-        cookie = page.enter()
-        assert page.ask("/api/runs", cookie=cookie).json() == {"runs": ["other"]}
-        _, table = page.ask("/api/steps?run=other", cookie=cookie).unpacked()
-        assert len(table["i"]) == 20 and page.ask("/api/run", cookie=cookie).json()["count"] == 60
+        session = page.enter()
+        assert page.ask("/api/runs", session=session).json() == {"runs": ["other"]}
+        _, table = page.ask("/api/steps?run=other", session=session).unpacked()
+        assert len(table["i"]) == 20 and page.ask("/api/run", session=session).json()["count"] == 60
         query = "/api/parted?statistic=activation_rms&other="
-        found, arrays = page.ask(f"{query}other", cookie=cookie).unpacked()
+        found, arrays = page.ask(f"{query}other", session=session).unpacked()
         assert (found["step"], found["path"], found["steps"]) == (20, "decoder.layers.2", 2)
         assert arrays["values"][1] == pytest.approx(1.01 * arrays["values"][0])
-        assert page.ask(f"{query}link", cookie=cookie).status == 404
+        assert page.ask(f"{query}link", session=session).status == 404
 
 
 def test_page_does_not_start_twice_on_a_socket(run: Path) -> None:
@@ -306,11 +309,11 @@ def test_sidecar_process_listens_on_loopback_alone_and_leaves_nothing(tmp_path: 
         link = (tmp_path / "link").read_text().strip()
         assert (tmp_path / "link").stat().st_mode & 0o077 == 0
         page = Served(run=run, hub=None, tokens=tokens, said=[], loop=None)  # type: ignore[arg-type]
-        until(lambda: page.ask("/").status == 401)
-        reply = page.ask(link.removeprefix(page.origin))
+        until(lambda: page.ask("/").status == 200)
+        reply = page.redeem(link.partition("#ticket=")[2])
         assert reply.status == 200
-        cookie = reply.header("set-cookie").partition(";")[0]
-        until(lambda: page.ask("/api/run", cookie=cookie).json()["facts"]["world_size"] == 4)
+        session = reply.json()["session"]
+        until(lambda: page.ask("/api/run", session=session).json()["facts"]["world_size"] == 4)
         rank.close()
         assert json.loads(token_file.read_text())["pid"] == process.pid
     finally:
@@ -342,7 +345,42 @@ def test_a_page_whose_process_cannot_be_seen_is_known_by_its_tokens(run: Path) -
     with served(run) as page:
         known = read_token_file(run / "scope" / "page.json")
         elsewhere = replace(known, pid=2**22 + 1)
-        assert _serves(known) and _serves(elsewhere)
-        assert not _serves(replace(elsewhere, view="x" * 43))
+        assert _server_of(known) == _server_of(elsewhere) == "own"
+        # Another run's page at the port of a killed one; a process that says it is the page, and is not.
+        assert _server_of(replace(elsewhere, view="x" * 43)) == "other"
+        assert _server_of(replace(known, view="x" * 43)) == "unproven"
         assert page.port == known.port
-    assert not _serves(elsewhere)
+    assert _server_of(elsewhere) == "none"
+
+
+def test_a_server_that_cannot_prove_itself_gets_no_secret(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A process of another user that has taken the port: it answers anything, with a cookie, too."""
+    asked: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.requestline + str(self.headers))
+            self.send_response(200)
+            self.send_header("Set-Cookie", "mt_scope=1")
+            self.end_headers()
+            self.wfile.write(b"0" * 64)
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server, ThreadPoolExecutor(1) as pool:
+        pool.submit(server.serve_forever, 0.01)
+        port, host = server.server_address[1], socket.gethostname()
+        tokens = TokenFile(host=host, port=port, pid=os.getpid(), view="v" * 43, control="c" * 43)
+        (tmp_path / "scope").mkdir()
+        write_token_file(tmp_path / "scope" / "page.json", tokens)
+        try:
+            for more in ([], ["--control"]):
+                assert main(["scope", "open", str(tmp_path), *more]) == 2
+        finally:
+            server.shutdown()
+    out, said = capsys.readouterr()
+    assert "does not prove" in said and len(asked) == 2
+    assert not any(word in out + said + "".join(asked) for word in ("ticket", tokens.view, tokens.control))

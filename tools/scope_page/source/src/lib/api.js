@@ -11,6 +11,18 @@ const TYPES = {
   int16: Int16Array, uint16: Uint16Array, uint8: Uint8Array,
 };
 
+// Of this tab: sessionStorage belongs to a tab and to this port, where a cookie would go to every port of 127.0.0.1.
+export function kept(name) {
+  try { return sessionStorage.getItem(`mt-scope-${name}`) || ''; } catch { return ''; }
+}
+export function keep(name, value) {
+  try { sessionStorage.setItem(`mt-scope-${name}`, value); } catch { /* private window */ }
+}
+
+let session = kept('session');
+export const sessionToken = () => session;
+const headers = (more = {}) => ({ 'X-Scope-Session': session, ...more });
+
 export class ApiError extends Error {
   constructor(text, status) {
     super(text);
@@ -85,7 +97,7 @@ export async function load(url) {
     const late = new AbortController();
     const timer = setTimeout(() => late.abort(), MOST_MS);
     try {
-      return await fetch(`/api/${url}`, { credentials: 'same-origin', signal: late.signal });
+      return await fetch(`/api/${url}`, { credentials: 'omit', headers: headers(), signal: late.signal });
     } finally {
       clearTimeout(timer);
     }
@@ -97,7 +109,7 @@ export async function load(url) {
   }
   if (!answer.ok) {
     const said = await answer.json().catch(() => ({}));
-    throw new ApiError(said.error || (answer.status === 401 ? 'the session has ended' : answer.statusText), answer.status);
+    throw new ApiError(said.error || answer.statusText, answer.status);
   }
   const binary = answer.headers.get('content-type').startsWith('application/vnd');
   const buffer = await answer.arrayBuffer();
@@ -141,13 +153,25 @@ function unpack(buffer) {
 export async function post(path, body, token) {
   const answer = await fetch(`/api/${path}`, {
     method: 'POST',
-    credentials: 'same-origin',
-    headers: { 'Content-Type': 'application/json', 'X-Scope-Control': token || '' },
+    credentials: 'omit',
+    headers: headers({ 'Content-Type': 'application/json', 'X-Scope-Control': token || '' }),
     body: JSON.stringify(body),
   });
   const said = await answer.json().catch(() => ({}));
   if (!answer.ok) throw new ApiError(said.error || answer.statusText, answer.status);
   return said;
+}
+
+// A link: exchange its ticket, which lies behind # and goes into no request for a file, for this tab's session.
+// Returns the control token of a link that hands over control.
+export async function enter() {
+  if (location.pathname !== '/open') return null;
+  const ticket = new URLSearchParams(location.hash.slice(1)).get('ticket') || '';
+  history.replaceState(null, '', '/');
+  const found = await post('open', { ticket });
+  session = found.session;
+  keep('session', session);
+  return found.control;
 }
 
 // Exported pages.

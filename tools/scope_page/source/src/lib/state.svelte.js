@@ -1,6 +1,6 @@
 // What all views share: where we are (the address behind #), what is new, who may command.
 import { untrack } from 'svelte';
-import { archived, get, load, post } from './api.js';
+import { archived, get, keep, kept, load, post, sessionToken } from './api.js';
 
 export const VIEWS = ['run', 'topology', 'timeline', 'model', 'tensor', 'attention', 'tokens', 'experts', 'generate', 'replay', 'lab'];
 
@@ -16,9 +16,6 @@ export { holder as about };
 
 function stored(name) {
   try { return localStorage.getItem(`mt-scope-${name}`); } catch { return null; }
-}
-function kept(name) {
-  try { return sessionStorage.getItem(`mt-scope-${name}`) || ''; } catch { return ''; }
 }
 export function store(name, value) {
   try { localStorage.setItem(`mt-scope-${name}`, value); } catch { /* private window */ }
@@ -163,14 +160,16 @@ let grown = false;
 export function connect() {
   if (archived() || socket) return;
   socket = new WebSocket(`${location.protocol === 'https:' ? 'wss' : 'ws'}://${location.host}/live`);
-  socket.onopen = () => {
-    live.connected = true;
-    // Notices before it are lost: what was recorded meanwhile is asked for.
-    grown = true;
-    get('server', {}, Math.random()).then((server) => takeState(server.state), () => {});
-  };
+  socket.onopen = () => socket.send(JSON.stringify({ do: 'session', token: sessionToken() }));
   socket.onmessage = (message) => {
     const event = JSON.parse(message.data);
+    if (event.k === 'entered') {
+      live.connected = true;
+      // Notices before it are lost: what was recorded meanwhile is asked for.
+      grown = true;
+      get('server', {}, Math.random()).then((server) => takeState(server.state), () => {});
+      return;
+    }
     // All notices missed so far; those that an event 'lost' tells of are among them.
     if (event.browser_dropped) live.dropped = event.browser_dropped;
     if (event.k === 'result') live.result = event;
@@ -222,7 +221,7 @@ export async function command(what, args = {}) {
 
 export function takeControl(token) {
   control.token = token;
-  try { sessionStorage.setItem('mt-scope-control', token); } catch { /* private window */ }
+  keep('control', token);
 }
 
 // A pause ends by itself where no controller says that it is there.
