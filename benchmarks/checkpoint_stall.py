@@ -244,7 +244,7 @@ def main() -> None:
         "date": now.isoformat(timespec="minutes"),
         "shape": options.shape,
         "machine": {
-            "processor": mt_megatron.backend().device_name(),
+            "processor": mt_megatron.backend().device_name(mt_megatron.backend().current_device()),
             "threads": options.threads,
             "python": platform.python_version(),
             "torch": torch.__version__,

@@ -51,7 +51,7 @@ def main() -> None:
     mt_megatron.patch(backend=args.backend)
     backend = mt_megatron.backend()
     compute = reference if backend.name == "cpu" else scaled_mm
-    print("emulated" if backend.name == "cpu" else backend.device_name())
+    print("emulated" if backend.name == "cpu" else backend.device_name(backend.current_device()))
     rows = []
     for text in args.shapes:
         tokens, outputs, inputs = map(int, text.split("x"))
@@ -60,7 +60,9 @@ def main() -> None:
             "weight": torch.randn(outputs, inputs),
             "grad": torch.randn(tokens, outputs),
         }
-        made = {name: x.to(backend.device(), torch.bfloat16) for name, x in made.items()}
+        made = {
+            name: x.to(backend.device(backend.current_device()), torch.bfloat16) for name, x in made.items()
+        }
         for role in ROLES:
             kinds = {"fprop": ("input", "weight"), "dgrad": ("grad", "weight"), "wgrad": ("grad", "input")}[
                 role
@@ -104,7 +106,7 @@ def main() -> None:
         header = ["shape", "role", "recipe", "TFLOP/s", "of bf16's time", "both casts, ms", "difference"]
         title = "FP8 products beside bf16" + (", emulated" * (backend.name == "cpu"))
         content = {
-            "machine": {**machine(), "device": backend.device_name()},
+            "machine": {**machine(), "device": backend.device_name(backend.current_device())},
             "rows": [dict(zip(header, row, strict=True)) for row in rows],
         }
         record(args.record, f"fp8-gemm-{backend.name}", title, content, table(header, rows))

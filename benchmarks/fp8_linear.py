@@ -48,7 +48,9 @@ def main() -> None:
     states, weights = {}, {}
     for name in names:
         weights[name] = torch.nn.Parameter(
-            torch.randn(outputs, inputs, dtype=torch.bfloat16, device=backend.device())
+            torch.randn(
+                outputs, inputs, dtype=torch.bfloat16, device=backend.device(backend.current_device())
+            )
         )
         if name == "bf16":
             continue
@@ -57,15 +59,21 @@ def main() -> None:
         linear = Fp8Linear(state, "layers.0.linear", weights[name])
         state.add(linear)
         weights[name].gemm_recipe = linear  # type: ignore[attr-defined]
-    x = torch.randn(tokens, inputs, dtype=torch.bfloat16, device=backend.device(), requires_grad=True)
-    grad = torch.randn(tokens, outputs, dtype=torch.bfloat16, device=backend.device())
+    x = torch.randn(
+        tokens,
+        inputs,
+        dtype=torch.bfloat16,
+        device=backend.device(backend.current_device()),
+        requires_grad=True,
+    )
+    grad = torch.randn(tokens, outputs, dtype=torch.bfloat16, device=backend.device(backend.current_device()))
 
     def step(name: str) -> None:
         output = TensorParallelLinear.apply(x, weights[name], None, False, False, False, None, 0)
         output.backward(grad)
         x.grad = weights[name].grad = None
 
-    print("emulated" if backend.name == "cpu" else backend.device_name())
+    print("emulated" if backend.name == "cpu" else backend.device_name(backend.current_device()))
     times: dict[str, list[float]] = {name: [] for name in names}
     for round_ in range(args.rounds + 1):
         for name in names:
@@ -84,7 +92,10 @@ def main() -> None:
     if args.record is not None:
         header = ["recipe", "seconds", "TFLOP/s", "of bf16's time"]
         title = f"FP8 linear {args.shape}, forward and backward" + (", emulated" * (backend.name == "cpu"))
-        figures = {"machine": {**machine(), "device": backend.device_name()}, "shape": args.shape}
+        figures = {
+            "machine": {**machine(), "device": backend.device_name(backend.current_device())},
+            "shape": args.shape,
+        }
         figures["rows"] = [dict(zip(header, row, strict=True)) for row in rows]
         record(args.record, f"fp8-linear-{backend.name}", title, figures, table(header, rows))
 

@@ -59,7 +59,7 @@ class Side:
         family = family_of(config)
         self.trainable = build(config, job, family)
         self.job = job
-        self.step_function = make_forward_step(family, job.backend.device())
+        self.step_function = make_forward_step(family, job.backend.device(job.backend.current_device()))
         self.shape = Shape(
             num_microbatches=1, micro_batch_size=args.tokens // args.sequence, seq_length=args.sequence
         )
@@ -145,7 +145,9 @@ def main() -> None:
         what["cpu_bf16_products"] = args.cpu_bf16_products
         what["threads"] = torch.get_num_threads()
         emulated = backend.name == "cpu"
-        where = machine() if emulated else {**machine(), "device": backend.device_name()}
+        where = (
+            machine() if emulated else {**machine(), "device": backend.device_name(backend.current_device())}
+        )
         record(
             args.record,
             "fp8-step" if emulated else f"fp8-step-{backend.name}",

@@ -122,7 +122,11 @@ def main() -> None:
     shares = budget(side, backend.device_type)
     memory = backend.max_memory_allocated() or 0
     figures: dict[str, Any] = {
-        "machine": {**machine(), "device": backend.device_name(), "backend": backend.name},
+        "machine": {
+            **machine(),
+            "device": backend.device_name(backend.current_device()),
+            "backend": backend.name,
+        },
         "layers": args.layers,
         "sequence": args.sequence,
         "tokens_per_step": case.tokens,
@@ -139,7 +143,7 @@ def main() -> None:
     }
     mfu = "no peak is known" if peak is None else f"{100 * achieved / peak:.1f} %, aim {100 * AIM:.0f} %"
     rows = [
-        ["device", f"{backend.device_name()} ({backend.name})"],
+        ["device", f"{backend.device_name(backend.current_device())} ({backend.name})"],
         ["shape", f"{args.layers} layers of {case.hidden}, head of {case.vocabulary:,} words"],
         ["tokens", f"{case.micro_batches} x {case.micro_batch} x {case.sequence} a step"],
         ["recompute", args.recompute],

@@ -159,7 +159,9 @@ class Ours:
         self.job = self._stack.enter_context(joined(self.config, mt_megatron.backend()))
         family = family_of(self.config)
         self.trainable = build(self.config, self.job, family)
-        self._forward_step = make_forward_step(family, self.job.backend.device())
+        self._forward_step = make_forward_step(
+            family, self.job.backend.device(self.job.backend.current_device())
+        )
         layout = self.job.layout
         self._shape = Shape(
             num_microbatches=self.config.num_microbatches(layout.world_size),

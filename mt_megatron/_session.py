@@ -204,7 +204,9 @@ def compare_plan_across_ranks(group: Any = None) -> None:
     import torch.distributed as dist
 
     mine = report().plan_digest
-    device = torch.device("cpu") if dist.get_backend(group) == "gloo" else backend().device()
+    chosen = backend()
+    on_host = dist.get_backend(group) == "gloo"
+    device = torch.device("cpu") if on_host else chosen.device(chosen.current_device())
     own = torch.tensor(list(bytes.fromhex(mine)), dtype=torch.uint8, device=device)
     all_ranks = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     dist.all_gather(all_ranks, own, group=group)

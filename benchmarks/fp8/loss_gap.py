@@ -156,7 +156,7 @@ def losses(
         with joined(config, mt_megatron.backend()) as job:
             torch.manual_seed(seed)
             trainable = build(config, job, family_of(config))
-            step = make_forward_step(family_of(config), job.backend.device())
+            step = make_forward_step(family_of(config), job.backend.device(job.backend.current_device()))
             shape = Shape(num_microbatches=1, micro_batch_size=BATCH, seq_length=SEQUENCE)
             text, found = SOURCES[source](seed), []
             for iteration in range(1, steps + 1):

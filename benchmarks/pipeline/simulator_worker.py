@@ -46,7 +46,7 @@ def run(asked: dict[str, Any], flags: list[str]) -> dict[str, Any]:
     with joined(config, mt_megatron.backend()) as job, ExitStack() as stack:
         family = family_of(config)
         trainable = build(config, job, family)
-        forward_step: Any = make_forward_step(family, job.backend.device())
+        forward_step: Any = make_forward_step(family, job.backend.device(job.backend.current_device()))
         if asked.get("pace"):
             stages = _stages(job, len(trainable.chunks))
             seconds = {

@@ -36,7 +36,9 @@ class Side:
         self.job = self._joined.__enter__()
         family = family_of(config)
         self._trainable = build(config, self.job, family)
-        self._forward_step: Any = make_forward_step(family, self.job.backend.device())
+        self._forward_step: Any = make_forward_step(
+            family, self.job.backend.device(self.job.backend.current_device())
+        )
         if pace:
             self._forward_step = paced(self._forward_step, pace / len(self._trainable.chunks))
         sequence, vocabulary = config.train.seq_length, config.model.vocab_size

@@ -370,7 +370,7 @@ def main() -> None:
         "ranks": ranks,
         "pinned": pinned,
         "unrest_percent": unrest,
-        "device": training.ours.job.backend.device_name(),
+        "device": training.ours.job.backend.device_name(training.ours.job.backend.current_device()),
         "threads": torch.get_num_threads(),
         "step_seconds": step,
         "collectives": collectives,

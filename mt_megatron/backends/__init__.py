@@ -10,6 +10,7 @@ distributed/    ``torch.distributed`` for libraries other than NCCL
 telemetry/      power, temperature, memory, utilisation of a device or the host
 namespace       module-like views: ``torch`` with some names answered differently
 translate       CUDA's device names, translated to the active backend's
+threads         threads of a rank, which begin on its device
 host_process    threads and freed memory of a training process
 loader_workers  data loader workers that ignore the signals to save and end
 dtypes          devices without float64; ``torch.histc`` of integers

@@ -27,7 +27,11 @@ class TimedEvent(Protocol):
 @runtime_checkable
 class Backend(Protocol):
     """A device family and its collective library, found by the entry point group
-    ``mt_megatron.backends`` (the entry point's object is called without arguments)."""
+    ``mt_megatron.backends`` (the entry point's object is called without arguments).
+
+    A method that names a device takes its index, without a default. The others concern the calling thread's
+    current device; ``threads.RankThread`` sets it in every thread of a rank.
+    """
 
     name: str
     """``cpu``, ``cuda``, ``musa`` ...: what ``patch(backend=...)`` takes."""
@@ -49,16 +53,16 @@ class Backend(Protocol):
         """Devices this process may use; on ``cpu`` the number of local ranks (at least 1)."""
 
     def current_device(self) -> int:
-        """Index of the current device."""
+        """Index of the calling thread's current device: 0 in a thread that is no ``RankThread``."""
 
     def set_device(self, index: int) -> None:
-        """Make ``index`` the current device. Raises ``BackendError`` when out of range."""
+        """Make ``index`` the calling thread's current device. Raises ``BackendError`` when out of range."""
 
-    def device(self, index: int | None = None) -> torch.device:
-        """The torch device of ``index``, or of the current device."""
+    def device(self, index: int) -> torch.device:
+        """The torch device of ``index``."""
 
-    def device_name(self, index: int | None = None) -> str:
-        """The device's marketing name."""
+    def device_name(self, index: int) -> str:
+        """Marketing name of device ``index``."""
 
     def synchronize(self) -> None:
         """Wait until all work queued on the current device is done."""
@@ -81,9 +85,9 @@ class Backend(Protocol):
     def total_memory(self) -> int | None:
         """Bytes of memory of the current device; None when unknown."""
 
-    def telemetry(self, index: int | None = None) -> Reading:
-        """Utilization, memory, heat, power and clock of device ``index``, or of the current one; what
-        cannot be told is ``Unsupported`` and never an error."""
+    def telemetry(self, index: int) -> Reading:
+        """Utilization, memory, heat, power and clock of device ``index``; what cannot be told is
+        ``Unsupported`` and never an error."""
 
     def bf16_supported(self) -> bool:
         """Whether bf16 arithmetic works on the current device."""

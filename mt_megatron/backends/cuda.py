@@ -95,10 +95,10 @@ class CudaBackend:
             )
         torch.cuda.set_device(index)
 
-    def device(self, index: int | None = None) -> torch.device:
-        return torch.device("cuda", torch.cuda.current_device() if index is None else index)
+    def device(self, index: int) -> torch.device:
+        return torch.device("cuda", index)
 
-    def device_name(self, index: int | None = None) -> str:
+    def device_name(self, index: int) -> str:
         return torch.cuda.get_device_name(index)
 
     def synchronize(self) -> None:
@@ -124,11 +124,10 @@ class CudaBackend:
     def total_memory(self) -> int | None:
         return int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
 
-    def telemetry(self, index: int | None = None) -> telemetry.Reading:
-        which = torch.cuda.current_device() if index is None else index
+    def telemetry(self, index: int) -> telemetry.Reading:
         # CUDA and NVML may number the same GPUs differently; the UUID cannot be mistaken.
-        uuid = getattr(torch.cuda.get_device_properties(which), "uuid", None)
-        return telemetry.nvml(which, uuid=None if uuid is None else str(uuid))
+        uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)
+        return telemetry.nvml(index, uuid=None if uuid is None else str(uuid))
 
     def bf16_supported(self) -> bool:
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
@@ -141,7 +140,7 @@ class CudaBackend:
         return ("tensor",) if capability < (9, 0) else ("tensor", "row")
 
     def peak_flops(self, dtype: torch.dtype) -> float | None:
-        name = self.device_name()
+        name = torch.cuda.get_device_name()
         if "NVL" in name or " MIG " in name:
             return None
         return next((table.get(dtype) for part, table in _PEAKS if part in name), None)

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 from mt_megatron.errors import PatchError
 
 if TYPE_CHECKING:
+    import torch
+
     from mt_megatron.backends.base import Backend
 
 _source: Callable[[], Backend] | None = None
@@ -27,3 +29,17 @@ def current_backend() -> Backend:
     if _source is None:
         raise PatchError("nothing is patched: call mt_megatron.patch() first")
     return _source()
+
+
+def current_device() -> torch.device:
+    """Current device of the calling thread. Raises PatchError without ``patch()``."""
+    backend = current_backend()
+    return backend.device(backend.current_device())
+
+
+def backend_or_none() -> Backend | None:
+    """The backend in force; None without ``patch()``."""
+    try:
+        return current_backend()
+    except PatchError:
+        return None

@@ -45,12 +45,16 @@ class DeviceTranslator:
             found = _CUDA.match(value)
             if found is None:
                 return value
-            return self.backend.device(None if found[1] is None else int(found[1]))
+            return self._device_of(None if found[1] is None else int(found[1]))
         if isinstance(value, torch.device):
-            return self.backend.device(value.index) if value.type == "cuda" else value
+            return self._device_of(value.index) if value.type == "cuda" else value
         if isinstance(value, int) and not isinstance(value, bool):
             return self.backend.device(value)
         return value
+
+    def _device_of(self, index: int | None) -> torch.device:
+        """``cuda`` without an index is the current device, as in torch."""
+        return self.backend.device(self.backend.current_device() if index is None else index)
 
     def device_type(self, value: Any) -> Any:
         """``'cuda'`` -> the backend's type string, for autocast and device meshes."""

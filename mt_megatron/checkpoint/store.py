@@ -39,7 +39,7 @@ def versions(job: Job) -> dict[str, str | None]:
         "megatron-core": installed_version("megatron-core"),
         "mt_megatron": mt_megatron.__version__,
         "backend": job.backend.name,
-        "device": job.backend.device_name(),
+        "device": job.backend.device_name(job.backend.current_device()),
     }
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from mt_megatron.backends.base import Backend
+from mt_megatron.backends.threads import RankThread
 from mt_megatron.checkpoint.files import reached, sync_folder
 from mt_megatron.checkpoint.items import pieces
 
@@ -141,7 +142,7 @@ class Task:
         self._work = work
         self._result: Any = None
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = RankThread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     @property

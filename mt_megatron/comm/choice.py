@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mt_megatron.backends.current import current_backend
+from mt_megatron.backends.current import current_device
 from mt_megatron.comm import kinds
 from mt_megatron.comm.bootstrap import Place, own_place
 from mt_megatron.comm.collective import library_of
@@ -269,7 +269,7 @@ def _open(text: str, say: Say) -> StageExchange | None:
         )
     groups = parallel_state.get_pipeline_model_parallel_group()
     groups = groups if isinstance(groups, list) else [groups]
-    device, own = current_backend().device(), dist.get_rank()
+    device, own = current_device(), dist.get_rank()
     ranks: list[Rank] = _gathered(_this_rank(text, groups, device))
     plan = Plan(ranks)
     if plan.wish == COLLECTIVE:

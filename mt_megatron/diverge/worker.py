@@ -7,7 +7,6 @@ import importlib.util
 import os
 import signal
 import sys
-import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 
 import mt_megatron
+from mt_megatron.backends.threads import RankThread
 from mt_megatron.checkpoint.load import Progress, load_weights, resolve_checkpoint
 from mt_megatron.checkpoint.run_parts import synchronised_parameters
 from mt_megatron.checkpoint.save import save_checkpoint
@@ -63,7 +63,13 @@ def record_side(side: Side, folder: Path, dataset: SampleDataset | None = None) 
         family = family_of(config)
         trainable = build(config, job, family)
         load_weights(_initial(config, folder, trainable, job), trainable)
-        pieces, facts = _step(config, job, trainable, make_forward_step(family, backend.device()), dataset)
+        pieces, facts = _step(
+            config,
+            job,
+            trainable,
+            make_forward_step(family, backend.device(backend.current_device())),
+            dataset,
+        )
         target = folder / side.name
         target.mkdir(parents=True, exist_ok=True)
         save(pieces, target / f"rank_{job.rank}.pt")
@@ -133,7 +139,7 @@ def _step(
         loss=total / tokens if tokens else None,
         learning_rate=rate,
         dtype=config.params_dtype,
-        device=job.backend.device_name(),
+        device=job.backend.device_name(job.backend.current_device()),
         layout=asdict(job.layout),
         not_placed=list(recorder.not_placed),
     )
@@ -217,7 +223,7 @@ def _leave_with_the_parent() -> None:
         if not os.read(0, 1):
             os.kill(os.getpid(), signal.SIGKILL)
 
-    threading.Thread(target=watch, daemon=True).start()
+    RankThread(target=watch, daemon=True).start()
 
 
 def main(folder: Path, name: str) -> None:

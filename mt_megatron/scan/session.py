@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -186,7 +187,7 @@ class Session:
                 "backend": self._backend.name,
                 "device_type": self._backend.device_type,
             },
-            telemetry=self._backend.telemetry,
+            telemetry=partial(self._backend.telemetry, self._backend.current_device()),
         )
         self.recorder = recorder
         depth = Depth(recorder, self._backend, self._modules)

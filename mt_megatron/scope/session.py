@@ -101,7 +101,7 @@ class Session:
 
         self._sidecar: Sidecar | None = None
         self._outbox: Outbox | None = None
-        self._device = backend.device()
+        self._device = backend.device(backend.current_device())
         self._on = False
         self._paths: list[str] = []
         """Modules of the whole model."""

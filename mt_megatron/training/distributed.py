@@ -58,7 +58,7 @@ class Job:
 
     def sum_over_ranks(self, values: list[float]) -> list[float]:
         """Element-wise sum of ``values`` over all ranks, in float64; every rank must call it."""
-        device = self.backend.device()
+        device = self.backend.device(self.backend.current_device())
         own = torch.tensor(values, dtype=torch.float64)
         if has_float64(device):
             total = own.to(device)
@@ -207,13 +207,13 @@ def seed_dropout(seed: int, job: Job) -> None:
 
 def require_precision(config: TrainingConfig, backend: Backend) -> None:
     """Raise ``BackendError`` when the device cannot do the configured precision."""
+    device = backend.device_name(backend.current_device())
     if config.train.bf16 and not backend.bf16_supported():
         raise BackendError(
-            f"found --bf16 and {backend.device_name()}, which has no bf16 arithmetic; leave --bf16 out to "
-            "train in fp32"
+            f"found --bf16 and {device}, which has no bf16 arithmetic; leave --bf16 out to train in fp32"
         )
-    if config.model.moe_router_dtype == "fp64" and not has_float64(backend.device()):
+    if config.model.moe_router_dtype == "fp64" and not has_float64(backend.device(backend.current_device())):
         raise BackendError(
-            f"found moe_router_dtype fp64 and {backend.device_name()}, which has no float64 arithmetic; "
+            f"found moe_router_dtype fp64 and {device}, which has no float64 arithmetic; "
             "expected fp32, or none for the model's own type. Change moe_router_dtype"
         )

@@ -131,7 +131,9 @@ class _Run:
         self.display, self.metrics = self.output.display, self.output.records
         for note in (*config.notes, *filter(None, [unused_test_data(config.data)])):
             self.display.say(note)
-        self.forward_step = touching(watchdog, make_forward_step(family, job.backend.device()))
+        self.forward_step = touching(
+            watchdog, make_forward_step(family, job.backend.device(job.backend.current_device()))
+        )
         self.datasets = self._datasets()
         self.trainable: Trainable = build(config, job, family)
         Fp8Records(config, job, self.trainable.chunks, self.display.say)
@@ -408,7 +410,7 @@ class _Run:
             self.progress.iteration,
             {
                 "backend": backend.name,
-                "device": backend.device_name(),
+                "device": backend.device_name(backend.current_device()),
                 "layout": dataclasses.asdict(layout),
                 "data_parallel_size": layout.dp,
                 "global_batch_size": self.global_batch_size,
@@ -424,7 +426,8 @@ class _Run:
             resumed_from=self.checkpoint,
         )
         self.display.say(
-            f"{backend.name} ({backend.device_name()}), {layout_text(layout)}; {parameters:,} parameters in "
+            f"{backend.name} ({backend.device_name(backend.current_device())}), "
+            f"{layout_text(layout)}; {parameters:,} parameters in "
             f"{self.config.params_dtype}; {self.global_batch_size} x {self.shape.seq_length} tokens a step, "
             f"{self.train_iters} steps"
         )

@@ -78,7 +78,7 @@ def wrap(config: TrainingConfig, job: Job, core: Any, modules: list[torch.nn.Mod
     from megatron.core.distributed import DistributedDataParallel
     from megatron.core.transformer.module import Float16Module
 
-    device = job.backend.device()
+    device = job.backend.device(job.backend.current_device())
     ddp = ddp_config(config)
     # Upstream's check ends one rank while the others wait for it; on ours, which comes after the
     # reduction, all ranks agree (training/step.py).

@@ -72,7 +72,7 @@ def memory_notes(config: TrainingConfig, backend: Backend, world_size: int) -> l
     stages = memory_of(_complete(config), world_size, on_cpu=backend.device_type == "cpu").stages
     state = max(stages, key=lambda stage: stage.weights + stage.gradients + stage.optimizer)
     fixed = state.weights + state.gradients + state.optimizer
-    device = f"{gibibytes(total)} GiB of {backend.device_name()}"
+    device = f"{gibibytes(total)} GiB of {backend.device_name(backend.current_device())}"
     if backend.device_type == "cpu":
         device += ", as its local processes share it"
     if fixed > total:

@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
+from mt_megatron.backends.threads import RankThread
+
 
 def end_process(code: int, message: str) -> NoReturn:
     """Write ``message`` to stderr, kill child processes, and leave with ``code``.
@@ -72,7 +74,7 @@ def stop_requests() -> Iterator[threading.Event]:
     reading, writing = socket.socketpair()
     writing.setblocking(False)
     wakeup = signal.set_wakeup_fd(writing.fileno(), warn_on_full_buffer=False)
-    thread = threading.Thread(target=_listen, args=(reading, event), name="signals", daemon=True)
+    thread = RankThread(target=_listen, args=(reading, event), name="signals", daemon=True)
     thread.start()
     _installed[:] = taken
     try:

@@ -250,7 +250,7 @@ def test_the_host_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_cpu_backend_reads_the_host() -> None:
-    reading = registry.get("cpu").telemetry()
+    reading = registry.get("cpu").telemetry(0)
     assert reading.source == "host" and reading.memory_total == psutil.virtual_memory().total
 
 

@@ -24,7 +24,7 @@ def exchange(streams: bool) -> dict[str, Any]:
     rank = dist.get_rank()
     transport = SharedMemoryTransport(
         default_bootstrap("device"),
-        device=backend.device(),
+        device=backend.device(backend.current_device()),
         backend=backend,
         size=RingSize(4096, 8),
         timeout=30.0,
@@ -35,7 +35,7 @@ def exchange(streams: bool) -> dict[str, Any]:
         _with_streams(transport._staging, calls)
     there, back = Edge(rank, 1 - rank, 0), Edge(1 - rank, rank, 0)
     transport.prepare([there, back])
-    device = backend.device()
+    device = backend.device(backend.current_device())
     values = torch.arange(30_000, dtype=torch.float32).view(100, 300)
     sent = [
         (values + rank).to(device).bfloat16(),

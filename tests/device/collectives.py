@@ -24,7 +24,7 @@ def run() -> list[dict[str, Any]]:
     prepare_environment(backend, nodes=1)
     backend.set_device(local_device(backend))
     dist.init_process_group(backend.collective)
-    rank, world, device = dist.get_rank(), dist.get_world_size(), backend.device()
+    rank, world, device = dist.get_rank(), dist.get_world_size(), backend.device(backend.current_device())
 
     def mine(dtype: torch.dtype, of: int = rank, size: int = SIZE) -> torch.Tensor:
         # Small whole numbers: exact in bf16 whatever the order of a sum.

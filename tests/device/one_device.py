@@ -69,7 +69,7 @@ def _model(seed: int) -> torch.nn.Module:
 
 @check
 def what_it_is(backend: Any) -> dict[str, Any]:
-    reading = backend.telemetry()
+    reading = backend.telemetry(backend.current_device())
     telemetry = {name: str(value) for name, value in asdict(reading).items()}
     return {
         "name": backend.device_name(0),
@@ -84,10 +84,10 @@ def what_it_is(backend: Any) -> dict[str, Any]:
 @check
 def backward_equals_the_host(backend: Any) -> dict[str, Any]:
     host = _model(1)
-    device = copy.deepcopy(host).to(backend.device())
+    device = copy.deepcopy(host).to(backend.device(backend.current_device()))
     x = torch.randn(32, 64, generator=torch.Generator().manual_seed(2))
     host(x).square().mean().backward()
-    device(x.to(backend.device())).square().mean().backward()
+    device(x.to(backend.device(backend.current_device()))).square().mean().backward()
     pairs = zip(host.parameters(), device.parameters(), strict=True)
     return {"largest_deviation": max(_close(d.grad, h.grad, 1e-4) for h, d in pairs)}
 
@@ -98,7 +98,9 @@ def attention_equals_the_host(backend: Any) -> dict[str, Any]:
     figures = {}
     for name, dtype, bound in (("fp32", torch.float32, 1e-4), ("bf16", torch.bfloat16, 3e-2)):
         host = [t.to(dtype).float().clone().requires_grad_() for t in (q, k, v)]
-        device = [t.detach().to(backend.device(), dtype).requires_grad_() for t in host]
+        device = [
+            t.detach().to(backend.device(backend.current_device()), dtype).requires_grad_() for t in host
+        ]
         expected = F.scaled_dot_product_attention(*host, is_causal=True)
         found = F.scaled_dot_product_attention(*device, is_causal=True)
         expected.sum().backward()
@@ -111,14 +113,14 @@ def attention_equals_the_host(backend: Any) -> dict[str, Any]:
 @check
 def optimizer_steps_equal_the_host(backend: Any) -> dict[str, Any]:
     host = _model(3)
-    device = copy.deepcopy(host).to(backend.device())
+    device = copy.deepcopy(host).to(backend.device(backend.current_device()))
     reference = torch.optim.AdamW(host.parameters(), lr=1e-2, weight_decay=0.1)
     fused = backend.adamw(list(device.parameters()), lr=1e-2, weight_decay=0.1)
     generator = torch.Generator().manual_seed(4)
     for _ in range(5):
         for h, d in zip(host.parameters(), device.parameters(), strict=True):
             h.grad = torch.randn(h.shape, generator=generator)
-            d.grad = h.grad.to(backend.device())
+            d.grad = h.grad.to(backend.device(backend.current_device()))
         reference.step()
         fused.step()
     pairs = zip(host.parameters(), device.parameters(), strict=True)
@@ -180,7 +182,7 @@ def trackers_fork_and_return(backend: Any) -> dict[str, Any]:
 @check
 def events_and_streams_order_work(backend: Any) -> dict[str, Any]:
     cuda = cuda_of(backend)
-    a = torch.randn(1024, 1024, device=backend.device())
+    a = torch.randn(1024, 1024, device=backend.device(backend.current_device()))
     side, start, end = cuda.Stream(), cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
     start.record()
     for _ in range(10):
@@ -204,7 +206,7 @@ def memory_counters_follow_allocations(backend: Any) -> dict[str, Any]:
     before, peak = backend.memory_allocated(), backend.max_memory_allocated()
     if before is None or peak is None:
         raise Unsupported("the backend has no memory counters")
-    block = torch.ones(64 * MIB, dtype=torch.uint8, device=backend.device())
+    block = torch.ones(64 * MIB, dtype=torch.uint8, device=backend.device(backend.current_device()))
     during = backend.memory_allocated()
     assert during - before >= 60 * MIB, (before, during)
     assert backend.max_memory_allocated() >= during - 8 * MIB
@@ -221,7 +223,7 @@ def bf16_products_are_right(backend: Any) -> dict[str, Any]:
     if not backend.bf16_supported():
         raise Unsupported("the device has no bf16 arithmetic")
     a, b = (torch.randn(256, 256, generator=torch.Generator().manual_seed(s)).bfloat16() for s in (1, 2))
-    found = a.to(backend.device()) @ b.to(backend.device())
+    found = a.to(backend.device(backend.current_device())) @ b.to(backend.device(backend.current_device()))
     return {"largest_deviation": _close(found.float(), a.double() @ b.double(), 1e-2)}
 
 
@@ -239,7 +241,10 @@ def fp8_scalings_that_are_claimed_work(backend: Any) -> dict[str, Any]:
             top = value.abs().amax() if dim is None else value.abs().amax(dim=dim, keepdim=True)
             scale = (top / 448.0).float()
             pairs.append(
-                ((value / scale).to(torch.float8_e4m3fn).to(backend.device()), scale.to(backend.device()))
+                (
+                    (value / scale).to(torch.float8_e4m3fn).to(backend.device(backend.current_device())),
+                    scale.to(backend.device(backend.current_device())),
+                )
             )
         (x, x_scale), (y, y_scale) = pairs
         found = torch._scaled_mm(
@@ -267,7 +272,7 @@ def fp8_codes_equal_the_hosts(backend: Any) -> dict[str, Any]:
     bf16 = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     figures: Counter[str] = Counter()
     for numbers in (bf16, *_fp32(1 if backend.name == "cpu" else 10)):
-        name, device = str(numbers.dtype).removeprefix("torch."), backend.device()
+        name, device = str(numbers.dtype).removeprefix("torch."), backend.device(backend.current_device())
         for fmt in FORMATS.values():
             x = numbers[~numbers.isnan()]
             there = encode(x.to(device), fmt)
@@ -288,7 +293,7 @@ def fp8_codes_equal_the_hosts(backend: Any) -> dict[str, Any]:
 @check
 def fp8_stochastic_rounding_has_the_numbers_mean(backend: Any) -> dict[str, Any]:
     """Within four standard deviations, with draws of the device's own generator."""
-    draws, device, figures = 40_000, backend.device(), {}
+    draws, device, figures = 40_000, backend.device(backend.current_device()), {}
     generator = torch.Generator(device=device).manual_seed(3)
     for fmt in FORMATS.values():
         worst = 0.0
@@ -325,7 +330,7 @@ def fp8_casts_of_matrices_equal_the_hosts(backend: Any) -> dict[str, Any]:
                 for cast in filter(lambda each: each.quantised, casts):
                     for along in (0, 1):
                         here = quantise(source, cast, along)
-                        there = quantise(source.to(backend.device()), cast, along)
+                        there = quantise(source.to(backend.device(backend.current_device())), cast, along)
                         assert torch.equal(here.inverse.nan_to_num(-1), there.inverse.cpu().nan_to_num(-1))
                         known = ~here.codes.float().isnan()
                         assert torch.equal(known, ~there.codes.cpu().float().isnan()), (cast, along)
@@ -337,7 +342,7 @@ def fp8_casts_of_matrices_equal_the_hosts(backend: Any) -> dict[str, Any]:
                         kept = known if along == 1 else known.t()
                         assert torch.equal(laid_there[kept], laid.contiguous().view(torch.uint8)[kept])
                         compared += 1
-    found = device_casts.kernels_for(torch.empty(1, 1, device=backend.device()))
+    found = device_casts.kernels_for(torch.empty(1, 1, device=backend.device(backend.current_device())))
     assert found is not None or backend.name != "cuda", "the device's kernels do not cast: a warning says why"
     return {"casts": compared, "by": "PyTorch's operations" if found is None else "Triton"}
 
@@ -363,7 +368,7 @@ def fp8_experts_equal_the_hosts(backend: Any) -> dict[str, Any]:
             ):
                 of = counts if kind != "weight" else [outputs] * experts
                 pair = []
-                for device in (torch.device("cpu"), backend.device()):
+                for device in (torch.device("cpu"), backend.device(backend.current_device())):
                     groups = groups_from(of, sum(of), device)
                     pair.append(quantise_groups(sources[kind].to(device), groups, cast, along, kernel=True))
                 here, there = pair
@@ -398,7 +403,10 @@ def fp8_products_equal_the_reference(backend: Any) -> dict[str, Any]:
             a = torch.randn((96, 128) if left else (128, 96), generator=generator).bfloat16()
             b = torch.randn((64, 128) if right else (128, 64), generator=generator).bfloat16()
             casts = [
-                (quantise(x, cast, along), quantise(x.to(backend.device()), cast, along))
+                (
+                    quantise(x, cast, along),
+                    quantise(x.to(backend.device(backend.current_device())), cast, along),
+                )
                 for x, cast, along in ((a, product.a, left), (b, product.b, right))
             ]
             for here, there in casts:
@@ -416,7 +424,7 @@ def fp8_products_equal_the_reference(backend: Any) -> dict[str, Any]:
 @check
 def the_host_sees_a_planted_error(backend: Any) -> dict[str, Any]:
     """Negative control of the comparison that the others use."""
-    wrong = torch.ones(8, device=backend.device()) * 1.01
+    wrong = torch.ones(8, device=backend.device(backend.current_device())) * 1.01
     try:
         _close(wrong, torch.ones(8), 1e-4)
     except AssertionError:

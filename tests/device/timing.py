@@ -23,7 +23,7 @@ def run(large: bool) -> list[dict[str, Any]]:
     mt_megatron.patch(os.environ["MT_MEGATRON_TEST_BACKEND"])
     backend = mt_megatron.backend()
     backend.set_device(0)
-    device = backend.device()
+    device = backend.device(backend.current_device())
     dtypes = [torch.float32, *([torch.bfloat16] if backend.bf16_supported() else [])]
     results = []
 
@@ -97,7 +97,7 @@ def _step(dtype: torch.dtype, large: bool) -> dict[str, Any]:
             "position_ids": torch.arange(length)[None],
         }
         shape = Shape(num_microbatches=1, micro_batch_size=1, seq_length=length)
-        forward_step = make_forward_step(family, job.backend.device())
+        forward_step = make_forward_step(family, job.backend.device(job.backend.current_device()))
         done = iter(range(1, 1000))
 
         def step() -> None:

@@ -47,7 +47,7 @@ if not child:
         backend = mt_megatron.backend()
         backend.set_device(0)
         import torch
-        os._exit(0 if torch.ones(3, device=backend.device()).sum().item() == 3 else 1)
+        os._exit(0 if torch.ones(3, device=backend.device(backend.current_device())).sum().item() == 3 else 1)
     finally:
         os._exit(2)
 sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
@@ -111,7 +111,15 @@ def long_attention_keeps_no_square(backend: Any) -> dict[str, Any]:
         attention.attn_mask_type, attention.softmax_scale = AttnMaskType.causal, size**-0.5
         attention.attention_dropout = torch.nn.Dropout(0.0)
         q, k, v = (
-            torch.randn(_LONG, 1, count, size, device=backend.device(), dtype=dtype, requires_grad=True)
+            torch.randn(
+                _LONG,
+                1,
+                count,
+                size,
+                device=backend.device(backend.current_device()),
+                dtype=dtype,
+                requires_grad=True,
+            )
             for count in (heads, groups, groups)
         )
         backend.synchronize()
@@ -214,7 +222,7 @@ def overlapped_shared_experts_equal_the_others(backend: Any) -> dict[str, Any]:
                     micro_batch_size=MICRO_BATCH,
                     seq_length=SEQUENCE,
                 )
-                forward_step = make_forward_step(family, job.backend.device())
+                forward_step = make_forward_step(family, job.backend.device(job.backend.current_device()))
                 batches = [ranks.batches_of(job, 5, STEPS)]
                 losses[name] = [
                     train_step(trainable, forward_step, batches, shape, job, iteration=i).loss

@@ -124,7 +124,7 @@ def _forward(row: Row, mode: Any, plant: str | None) -> dict[str, Any]:
         for chunk in trainable.chunks:
             chunk.eval()
         outputs: list[Any] = []
-        forward_step = make_forward_step(family, job.backend.device())
+        forward_step = make_forward_step(family, job.backend.device(job.backend.current_device()))
 
         def keep(batches: Any, model: Any) -> Any:
             output, loss = forward_step(batches, model)

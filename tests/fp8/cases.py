@@ -60,7 +60,7 @@ class Run:
         self.job = job
         self.trainable = build(self.config, job, family)
         self.states: list[Fp8State] = states_of(self.trainable.chunks)
-        self._forward = make_forward_step(family, job.backend.device())
+        self._forward = make_forward_step(family, job.backend.device(job.backend.current_device()))
         micro = self.config.train.micro_batch_size
         self.rounds = self.config.num_microbatches(job.layout.world_size)
         self.shape = Shape(num_microbatches=self.rounds, micro_batch_size=micro, seq_length=SEQUENCE)

@@ -140,7 +140,7 @@ def _compare(drawn: Drawn, layout: str, grouped: bool, mistake: str | None) -> d
         if ours is not None:
             found["logits"] = _largest(ours, their_logits[mine])
         shape = Shape(num_microbatches=1, micro_batch_size=BATCH, seq_length=drawn["seq_length"])
-        step = make_forward_step(family, job.backend.device())
+        step = make_forward_step(family, job.backend.device(job.backend.current_device()))
         reports = forward_backward(trainable, step, [iter([batches[mine]])], shape)
         if reports:
             loss = (reports[0]["loss"] / reports[0]["tokens"]).item()

@@ -169,7 +169,7 @@ def _compare(
             our_logits = gather_from_tensor_model_parallel_region(partial)[..., : drawn["vocab_size"]]
             model.train()
         shape = Shape(num_microbatches=1, micro_batch_size=BATCH, seq_length=drawn["seq_length"])
-        step = make_forward_step(family, job.backend.device())
+        step = make_forward_step(family, job.backend.device(job.backend.current_device()))
         [report] = forward_backward(trainable, step, [iter([batch])], shape)
         gradients = to_megatron(
             {name: p.grad for name, p in theirs.named_parameters() if p.grad is not None}, table, sizes

@@ -79,7 +79,7 @@ def _train(layout: Layout, folder: Path, seed: int, bf16: bool) -> dict[str, Any
             micro_batch_size=MICRO_BATCH,
             seq_length=SEQUENCE,
         )
-        forward_step = make_forward_step(family, job.backend.device())
+        forward_step = make_forward_step(family, job.backend.device(job.backend.current_device()))
         batches = [_batches(job, seed) for _ in trainable.chunks]
         losses, norms = [], []
         stop_listening = events.subscribe(listener)

@@ -83,7 +83,7 @@ def peak(argv: list[str]) -> dict[str, int]:
     with joined(config, mt_megatron.backend()) as job:
         family = family_of(config)
         trainable = build(config, job, family)
-        forward_step = make_forward_step(family, job.backend.device())
+        forward_step = make_forward_step(family, job.backend.device(job.backend.current_device()))
 
         def run() -> None:
             for chunk in trainable.chunks:
@@ -132,7 +132,7 @@ def counted(argv: list[str]) -> dict[str, float]:
     with joined(config, mt_megatron.backend()) as job:
         family = family_of(config)
         trainable = build(config, job, family)
-        step = make_forward_step(family, job.backend.device())
+        step = make_forward_step(family, job.backend.device(job.backend.current_device()))
         sizes: dict[str, Any] = {
             "num_microbatches": 1,
             "seq_length": config.train.seq_length,

@@ -45,7 +45,7 @@ def _measure(argv: list[str]) -> dict[str, Any]:
             seq_length=config.train.seq_length or 0,
         )
         live = LiveBytes(p for chunk in trainable.chunks for p in chunk.parameters())
-        forward_step = make_forward_step(family, job.backend.device())
+        forward_step = make_forward_step(family, job.backend.device(job.backend.current_device()))
         sources = [batches(config) for _ in trainable.chunks]
         with torch.autograd.graph.saved_tensors_hooks(live.pack, live.unpack):
             train_step(trainable, forward_step, sources, shape, job, iteration=1)

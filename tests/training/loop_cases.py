@@ -132,7 +132,7 @@ def validations(folder: str, layouts: list[str], samples: int, limits: list[int 
                 micro_batch_size=config.train.micro_batch_size,
                 seq_length=SEQUENCE,
             )
-            step = make_forward_step(family, job.backend.device())
+            step = make_forward_step(family, job.backend.device(job.backend.current_device()))
             found = [
                 evaluate(trainable, step, Chain(5, samples), shape, job, max_samples=limit)
                 for limit in limits

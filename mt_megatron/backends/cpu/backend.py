@@ -6,6 +6,7 @@ import os
 import platform
 import socket
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any
@@ -39,7 +40,8 @@ class CpuBackend:
     needs_redirection = True
 
     def __init__(self) -> None:
-        self._current = 0
+        # Per thread, and 0 in a new one: as the runtimes of CUDA and MUSA have it.
+        self._current = threading.local()
 
     def available(self) -> tuple[bool, str]:
         if not torch.distributed.is_available():
@@ -52,14 +54,13 @@ class CpuBackend:
         return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
     def current_device(self) -> int:
-        return self._current
+        return int(getattr(self._current, "index", 0))
 
     def set_device(self, index: int) -> None:
-        self._current = self._checked(index)
+        self._current.index = self._checked(index)
 
-    def device(self, index: int | None = None) -> torch.device:
-        if index is not None:
-            self._checked(index)
+    def device(self, index: int) -> torch.device:
+        self._checked(index)
         return torch.device("cpu")
 
     def _checked(self, index: int) -> int:
@@ -82,7 +83,7 @@ class CpuBackend:
             pass
         return platform.processor() or platform.machine()
 
-    def device_name(self, index: int | None = None) -> str:
+    def device_name(self, index: int) -> str:
         return self._processor
 
     def synchronize(self) -> None:
@@ -113,7 +114,7 @@ class CpuBackend:
     def total_memory(self) -> int | None:
         return int(psutil.virtual_memory().total)
 
-    def telemetry(self, index: int | None = None) -> telemetry.Reading:
+    def telemetry(self, index: int) -> telemetry.Reading:
         """The host's: every local rank shares it."""
         return telemetry.host()
 

@@ -256,7 +256,7 @@ def _memory(backend: Backend) -> dict[str, Any]:
 def _telemetry(backend: Backend) -> dict[str, Any]:
     # torch.cuda gives numbers, and 0 would be a lie: what the host does not tell is NaN.
     def field(name: str, scale: float = 1.0) -> Any:
-        return lambda device=None: scale * number(getattr(backend.telemetry(), name))
+        return lambda device=None: scale * number(getattr(backend.telemetry(_index(backend, device)), name))
 
     return {
         "utilization": field("utilization"),
@@ -268,9 +268,8 @@ def _telemetry(backend: Backend) -> dict[str, Any]:
 
 def _properties(backend: Backend) -> dict[str, Any]:
     def get_device_properties(device: Any = None) -> SimpleNamespace:
-        _index(backend, device)
         return SimpleNamespace(
-            name=backend.device_name(),
+            name=backend.device_name(_index(backend, device)),
             total_memory=backend.total_memory(),
             multi_processor_count=psutil.cpu_count(logical=True),
             major=0,
@@ -278,7 +277,7 @@ def _properties(backend: Backend) -> dict[str, Any]:
         )
 
     return {
-        "get_device_name": backend.device_name,
+        "get_device_name": lambda device=None: backend.device_name(_index(backend, device)),
         "get_device_capability": lambda device=None: (0, 0),
         "get_device_properties": get_device_properties,
         "is_bf16_supported": lambda including_emulation=True: backend.bf16_supported(),

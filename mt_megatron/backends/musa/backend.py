@@ -103,10 +103,10 @@ class MusaBackend:
             )
         _musa().set_device(index)
 
-    def device(self, index: int | None = None) -> torch.device:
-        return torch.device("musa", self.current_device() if index is None else index)
+    def device(self, index: int) -> torch.device:
+        return torch.device("musa", index)
 
-    def device_name(self, index: int | None = None) -> str:
+    def device_name(self, index: int) -> str:
         return str(_musa().get_device_name(index))
 
     def synchronize(self) -> None:
@@ -138,10 +138,10 @@ class MusaBackend:
         return cards.fp8_granularities(_musa().get_device_capability())
 
     def peak_flops(self, dtype: torch.dtype) -> float | None:
-        return cards.peak_flops(self.device_name(), str(dtype).removeprefix("torch."))
+        return cards.peak_flops(self.device_name(self.current_device()), str(dtype).removeprefix("torch."))
 
-    def telemetry(self, index: int | None = None) -> telemetry.Reading:
-        return telemetry.mtml(self.current_device() if index is None else index)
+    def telemetry(self, index: int) -> telemetry.Reading:
+        return telemetry.mtml(index)
 
     def collective_environment(self, nodes: int) -> Mapping[str, str]:
         return {}

@@ -150,8 +150,8 @@ def _telemetry(backend: Backend, translator: DeviceTranslator) -> dict[str, Any]
                 index = torch.device(
                     translator.device(device) if translator.is_foreign(device) else device
                 ).index
-            elif isinstance(device, int) and device < 0:
-                index = None  # the current one, as for torch.cuda
+            if index is None or index < 0:  # the current one, as for torch.cuda
+                index = backend.current_device()
             return scale * telemetry.number(getattr(backend.telemetry(index), field))
 
         return ask

@@ -60,7 +60,7 @@ def backend_facts() -> dict[str, Any]:
                 found[name]["bf16"] = backend.bf16_supported()
                 found[name]["fp8"] = list(backend.fp8_granularities())
                 found[name]["capabilities"] = _capabilities(backend.device_type, backend.device_count())
-                found[name]["telemetry"] = backend.telemetry().plain()
+                found[name]["telemetry"] = backend.telemetry(backend.current_device()).plain()
         except Exception as error:  # noqa: BLE001 - one backend's trouble must not hide the others.
             found[name] = {"available": False, "why": f"{type(error).__name__}: {error}", "devices": []}
     return found

@@ -18,6 +18,7 @@ import uuid
 from collections import deque
 from typing import Any
 
+from mt_megatron.backends.threads import RankThread
 from mt_megatron.comm.bootstrap import own_place
 from mt_megatron.comm.errors import told
 from mt_megatron.comm.rdma import completions
@@ -73,7 +74,7 @@ class NixlDevice:
         self.lock = threading.RLock()
         self.pairs: dict[str, NixlQueuePair] = {}
         self._stops = False
-        self._thread = threading.Thread(target=self._ask, name="mt_megatron nixl", daemon=True)
+        self._thread = RankThread(target=self._ask, name="mt_megatron nixl", daemon=True)
         self._thread.start()
 
     def region(self, nbytes: int) -> NixlRegion:

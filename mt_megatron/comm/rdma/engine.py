@@ -12,6 +12,7 @@ import select
 import threading
 import time
 
+from mt_megatron.backends.threads import RankThread
 from mt_megatron.comm.errors import TransportError
 from mt_megatron.comm.rdma import completions
 from mt_megatron.comm.rdma.edges import Outgoing
@@ -39,10 +40,10 @@ class Engine:
         self._stops = False
         self._is_open = True
         self._waking = threading.Lock()
-        self._thread = threading.Thread(target=self._serve, name="mt_megatron rdma", daemon=True)
+        self._thread = RankThread(target=self._serve, name="mt_megatron rdma", daemon=True)
         self._thread.start()
         self._deferred: queue.SimpleQueue[Outgoing | None] = queue.SimpleQueue()
-        self._stager: threading.Thread | None = None
+        self._stager: RankThread | None = None
         self._starting = threading.Lock()
 
     def add(self, link: Link) -> None:
@@ -62,9 +63,7 @@ class Engine:
         """Call ``edge.await_device`` in the thread that may wait for a device."""
         with self._starting:
             if self._stager is None:
-                self._stager = threading.Thread(
-                    target=self._stage, name="mt_megatron rdma staging", daemon=True
-                )
+                self._stager = RankThread(target=self._stage, name="mt_megatron rdma staging", daemon=True)
                 self._stager.start()
         self._deferred.put(edge)
 

@@ -19,6 +19,7 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
+from mt_megatron.backends.threads import RankThread
 from mt_megatron.comm.errors import PeerLost, TransferTimeout
 from mt_megatron.comm.message import MOST_DIMS, Header, description
 from mt_megatron.comm.shared_memory.memory import Mapping
@@ -162,7 +163,7 @@ class Incoming:
         self._leasing = threading.Lock()
         self._leases: list[int] = []
         self._slots = 0
-        self._helper: threading.Thread | None = None
+        self._helper: RankThread | None = None
 
     def post(
         self,
@@ -203,7 +204,7 @@ class Incoming:
             self._slots += expected.slots
             if self._slots > self._size.slots and self._helper is None:
                 name = f"p2p-receive-{self.edge.source}-{self.edge.lane}"
-                self._helper = threading.Thread(target=self._help, name=name, daemon=True)
+                self._helper = RankThread(target=self._help, name=name, daemon=True)
                 self._helper.start()
             if self._helper is not None:
                 self._posts.notify_all()

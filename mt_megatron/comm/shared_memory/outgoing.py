@@ -15,6 +15,7 @@ from collections import deque
 import torch
 from torch import Tensor
 
+from mt_megatron.backends.threads import RankThread
 from mt_megatron.comm.errors import TransferTimeout, TransportError
 from mt_megatron.comm.message import FRONT, description, encode
 from mt_megatron.comm.shared_memory.peers import Peer
@@ -106,7 +107,7 @@ class Outgoing:
         self._queue: deque[Queued] = deque()
         self._number = 0
         self._error: Exception | None = None
-        self._thread: threading.Thread | None = None
+        self._thread: RankThread | None = None
         self._stopped = False
         self._look_at = 0.0
 
@@ -150,7 +151,7 @@ class Outgoing:
         self._queue.append(queued)
         if self._thread is None:
             name = f"p2p-send-{self.edge.target}-{self.edge.lane}"
-            thread = threading.Thread(target=self._send, name=name, daemon=True)
+            thread = RankThread(target=self._send, name=name, daemon=True)
             thread.start()
             self._thread = thread
         self._changed.notify_all()

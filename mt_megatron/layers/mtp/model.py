@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mt_megatron.backends.current import current_backend
+from mt_megatron.backends.current import current_device
 from mt_megatron.backends.dtypes import wide_float
 from mt_megatron.errors import ConfigError
 from mt_megatron.layers.attention.packed_sequences import are_borders
@@ -64,7 +64,7 @@ def _share_embedding(model: Any) -> None:
         if dist.is_initialized() and not stage_order.is_v():
             from megatron.core import parallel_state
 
-            value = parameter.detach().to(current_backend().device())
+            value = parameter.detach().to(current_device())
             dist.all_reduce(value, group=parallel_state.get_embedding_group())
             with torch.no_grad():
                 parameter.copy_(value)

@@ -8,7 +8,6 @@ stays locked in the child for ever; the Manager needs an importable ``__main__``
 from __future__ import annotations
 
 import queue
-import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 
 from mt_megatron.backends.base import Backend
+from mt_megatron.backends.threads import RankThread
 from mt_megatron.patching.spec import Patch
 
 
@@ -34,7 +34,7 @@ def _write_with_threads(write_buckets: Sequence[Any], global_results_queue: queu
     for index, bucket in enumerate(write_buckets):
         pending.put(index)
         writers.append(
-            threading.Thread(
+            RankThread(
                 target=FileSystemWriterAsync.write_preloaded_data,
                 args=(index, bucket, results, pending, True),
                 name=f"checkpoint-writer-{index}",
@@ -53,18 +53,18 @@ def _write_with_threads(write_buckets: Sequence[Any], global_results_queue: queu
     global_results_queue.put(failures[0] if failures else collected)
 
 
-class _Task(threading.Thread):
+class _Task(RankThread):
     """A thread with the two methods the caller needs of a process; keeps what went wrong."""
 
     def __init__(self, function: Callable[..., None], args: tuple[Any, ...]) -> None:
-        super().__init__(name="checkpoint-save")
-        self._function = function
-        self._args = args
+        super().__init__(target=self._work, name="checkpoint-save")
+        self._call = function, args
         self.error: BaseException | None = None
 
-    def run(self) -> None:
+    def _work(self) -> None:
+        function, args = self._call
         try:
-            self._function(*self._args)
+            function(*args)
         except BaseException as error:  # noqa: BLE001 (raised again where the save is finalised)
             self.error = error
 

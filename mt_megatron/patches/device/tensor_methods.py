@@ -40,7 +40,7 @@ def _cuda(original: Callable[..., Any], translator: DeviceTranslator) -> Callabl
     def cuda(self: Any, device: Any = None, *args: Any, **kwargs: Any) -> Any:
         if not caller_in_scope():
             return original(self, device, *args, **kwargs)
-        wanted = translator.backend.device() if device is None else translator.device(device)
+        wanted = translator.device("cuda" if device is None else device)
         kwargs.pop("memory_format", None)
         return self.to(wanted, *args, **kwargs)
 
@@ -54,7 +54,7 @@ def _storage(original: Callable[..., Any], translator: DeviceTranslator) -> Call
     def cuda(self: Any, device: Any = None, *args: Any, **kwargs: Any) -> Any:
         if not caller_in_scope():
             return original(self, device, *args, **kwargs)
-        wanted = translator.backend.device() if device is None else translator.device(device)
+        wanted = translator.device("cuda" if device is None else device)
         return self.cpu() if wanted.type == "cpu" else self.to(device=wanted)
 
     return cuda
@@ -128,7 +128,7 @@ def _type(original: Callable[..., Any], translator: DeviceTranslator) -> Callabl
             dtype = own + dtype[len("torch.cuda.") :]
         stands_for = getattr(dtype, "dtype", None)
         if stands_for is not None and getattr(dtype, "__module__", "") == f"torch.{device_type}":
-            return self.to(translator.backend.device(), stands_for, non_blocking=non_blocking)
+            return self.to(translator.device("cuda"), stands_for, non_blocking=non_blocking)
         return original(self, dtype, non_blocking, **kwargs)
 
     return type

@@ -199,7 +199,7 @@ def patches(backend: Backend) -> list[Patch]:
     def reduce_tracker() -> None:
         from mt_megatron.layers.moe.router_losses import reduce_across_ranks
 
-        reduce_across_ranks(backend.device())
+        reduce_across_ranks(backend.device(backend.current_device()))
 
     def step(optimizer: str, digest: str) -> Patch:
         return wrap(

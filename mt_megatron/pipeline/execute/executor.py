@@ -99,7 +99,7 @@ class StepRun:
         self._shape = None if self._config.variable_seq_lengths else self._boundary_shape()
         self._reports: list[Any] = []
         backend = current_backend()
-        self._tokens = torch.zeros((), dtype=torch.int, device=backend.device())
+        self._tokens = torch.zeros((), dtype=torch.int, device=backend.device(backend.current_device()))
         # An evaluation draws nothing, and leaves the random states as they are.
         draws = not call.forward_only or any(chunk.training for chunk in call.model)
         self._random = KeyedRandom(backend) if draws else None

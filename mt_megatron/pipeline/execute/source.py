@@ -15,7 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from mt_megatron.backends.current import current_backend
+from mt_megatron.backends.current import current_device
 from mt_megatron.comm.collective import CollectiveTransport
 from mt_megatron.comm.transport import Transport
 from mt_megatron.errors import ConfigError
@@ -252,7 +252,7 @@ def _require_same(schedule: Schedule) -> None:
         problem = error
     actions = [[str(action) for action in actions] for actions in schedule.ranks]
     own = [*squared(digest_of(repr(actions))), int(problem is not None)]
-    summed = torch.tensor(own, dtype=torch.int64, device=current_backend().device())
+    summed = torch.tensor(own, dtype=torch.int64, device=current_device())
     with collectives.announced("all_reduce", "world", None, summed):
         torch.distributed.all_reduce(summed)
     digests, squares, failed = summed.tolist()
@@ -290,5 +290,5 @@ def _transport_of_pipeline() -> Transport:
     group = parallel_state.get_pipeline_model_parallel_group()
     if _transport is None or _transport[0]() is not group:
         make = CollectiveTransport if _make_transport is None else _make_transport
-        _transport = weakref.ref(group), make(group, current_backend().device())
+        _transport = weakref.ref(group), make(group, current_device())
     return _transport[1]

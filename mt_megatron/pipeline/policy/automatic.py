@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...backends.current import current_backend
+from ...backends.current import current_backend, current_device
 from ...errors import ConfigError, MtMegatronError
 from ...parallel import stage_order
 from ..actions import Placement, Schedule, Style
@@ -367,7 +367,7 @@ class _Sum:
 
     def __init__(self, values: Sequence[int]) -> None:
         # Of integers: the same bits on every rank, in whatever order they are added.
-        self._tensor = torch.tensor(values, dtype=torch.int64, device=current_backend().device())
+        self._tensor = torch.tensor(values, dtype=torch.int64, device=current_device())
         self._work: Any = dist.all_reduce(self._tensor, async_op=True)
 
     def wait(self) -> list[int]:

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from mt_megatron.backends.threads import RankThread
 from mt_megatron.scan.format.records import PING
 
 TOKEN_BYTES = 32
@@ -71,8 +72,8 @@ class PingServer:
         self._visited = 0.0
         self._known: queue.SimpleQueue[socket.socket | None] = queue.SimpleQueue()
         self._threads = [
-            threading.Thread(target=self._admit, name="scan-ping-visitors", daemon=True),
-            threading.Thread(target=self._serve, name="scan-ping-answers", daemon=True),
+            RankThread(target=self._admit, name="scan-ping-visitors", daemon=True),
+            RankThread(target=self._serve, name="scan-ping-answers", daemon=True),
         ]
         for thread in self._threads:
             thread.start()

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from mt_megatron.backends.threads import RankThread
 from mt_megatron.scan.clock.machine import LOOPBACK, address_towards, boot_id, is_loopback
 from mt_megatron.scan.clock.ping_wire import TOKEN_BYTES, Now, PingServer, ask
 from mt_megatron.scan.clock.store_messages import Board, wait_for
@@ -115,7 +116,7 @@ class ClockPings:
         self._serves_others = False
         self.rounds = 0
         """Rounds that are over."""
-        self._thread = threading.Thread(target=self._run, name="scan-pings", daemon=True)
+        self._thread = RankThread(target=self._run, name="scan-pings", daemon=True)
 
     def start(self) -> None:
         """Begin; returns at once."""

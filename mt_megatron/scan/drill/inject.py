@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from mt_megatron.backends.threads import RankThread
 from mt_megatron.seams import events
 
 from .faults import Fault
@@ -179,7 +180,7 @@ class _Pauses:
         self._every = every
         self._stopped = threading.Event()
         self._child: subprocess.Popen[bytes] | None = None
-        self._thread = threading.Thread(target=self._run, name="scan-pauses", daemon=True)
+        self._thread = RankThread(target=self._run, name="scan-pauses", daemon=True)
         self._thread.start()
 
     def close(self) -> None:

@@ -53,7 +53,7 @@ class Products:
         self._backend = backend
         self._on_host = backend.device_type == "cpu"
         size = _SIZE if self._on_host else 2048
-        self._a = torch.ones(size, size, device=backend.device())
+        self._a = torch.ones(size, size, device=backend.device(backend.current_device()))
         self._out = torch.empty_like(self._a)
         self._each = 0.0
         self._torch = torch

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from mt_megatron.backends.threads import RankThread
+
 from .child_process import end_child, relay_lines, start_child
 
 logger = logging.getLogger("mt_megatron")
@@ -73,7 +75,7 @@ class WatcherProcess:
         self._start_after = start_after
         self._closed = threading.Event()
         self._stir = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="scan-watcher", daemon=True)
+        self._thread = RankThread(target=self._run, name="scan-watcher", daemon=True)
         self.process: subprocess.Popen[bytes] | None = None
         """Once it runs."""
 
@@ -96,7 +98,7 @@ class WatcherProcess:
         except OSError as error:
             logger.warning("scan: nobody watches this run (%s); it is diagnosed afterwards", error)
             return
-        relay = threading.Thread(target=self._relay, args=(self.process,), daemon=True)
+        relay = RankThread(target=self._relay, args=(self.process,), daemon=True)
         relay.start()
         # Asleep until it is told to end, or the watcher's last word was heard: no polling beside training.
         self._stir.wait()

@@ -26,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mt_megatron.backends.base import Backend, TimedEvent
+from mt_megatron.backends.threads import RankThread
 from mt_megatron.scan.format.records import FLUSH_SECONDS, OPEN, SPAN
 from mt_megatron.seams import events
 
@@ -91,19 +92,18 @@ class DeviceTime:
         self._deliver = deliver
         self._note = note
         self._clock = DeviceClock(backend)
-        self._index = backend.current_device()
         self._timed: frozenset[events.EventName] = frozenset()
         self._local = threading.local()
         self._early_ns = 0
         self._stop_hearing: Callable[[], None] | None = None
         self._ending = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._thread: RankThread | None = None
 
     def start(self, level: Level) -> None:
         """Time what ``level`` asks for from now on. Nothing happens where the host does the work."""
         if self._backend.timed_event() is None:
             return
-        self._thread = threading.Thread(target=self._run, name="scan-device-time", daemon=True)
+        self._thread = RankThread(target=self._run, name="scan-device-time", daemon=True)
         self._thread.start()
         self.set_level(level)
 
@@ -167,8 +167,6 @@ class DeviceTime:
 
     def _run(self) -> None:
         try:
-            # The current device is each thread's own.
-            self._backend.set_device(self._index)
             due = 0.0
             while not self._ending.wait(_POLL_SECONDS):
                 if time.monotonic() >= due and (self._held or due == 0.0):

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from mt_megatron.backends.telemetry.readings import Reading, Unsupported, Value
+from mt_megatron.backends.threads import RankThread
 
 logger = logging.getLogger("mt_megatron")
 
@@ -64,7 +65,7 @@ class HostFacts:
         """Hear of garbage collections, read telemetry."""
         self._collector.start()
         if self._telemetry is not None:
-            threading.Thread(target=self._read_telemetry, name="scan-telemetry", daemon=True).start()
+            RankThread(target=self._read_telemetry, name="scan-telemetry", daemon=True).start()
 
     def close(self) -> None:
         """Stop both."""

@@ -7,7 +7,6 @@ host's clock, say how the two relate. With a device its kernels are kept; withou
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -16,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mt_megatron.backends.base import Backend
+from mt_megatron.backends.threads import RankThread
 from mt_megatron.scan.format.records import KIND, SPAN
 from mt_megatron.seams import events
 
@@ -51,7 +51,7 @@ class KernelWindows:
         self._steps: list[tuple[int, int]] = []
         self._first = self._iteration = 0
         self._stop_hearing: Callable[[], None] | None = None
-        self._converting: list[threading.Thread] = []
+        self._converting: list[RankThread] = []
         self._said = False
 
     @property
@@ -144,7 +144,7 @@ class KernelWindows:
         marks, self._marks = self._marks, []
         steps, self._steps = self._steps, []
         profile.stop()
-        thread = threading.Thread(
+        thread = RankThread(
             target=lambda: self._guarded(lambda: self._convert(profile, marks, steps)),
             name="scan-kernels",
             daemon=True,

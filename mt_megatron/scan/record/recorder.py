@@ -18,12 +18,12 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from mt_megatron.backends.threads import RankThread
 from mt_megatron.errors import ScanError
 from mt_megatron.scan.format.names import Names
 from mt_megatron.scan.format.recording_end import Ending
@@ -255,7 +255,7 @@ class Recorder:
         if self._ending is not None:
             # Not in this thread, which may be the training's: the disk may be one that hangs.
             said = ("failed", self.failed, self.iteration)
-            Thread(target=self._ending.say, args=said, name="scan-ending", daemon=True).start()
+            RankThread(target=self._ending.say, args=said, name="scan-ending", daemon=True).start()
         logger.warning(
             "tracing of rank %d is off from here on, training goes on: %s (trace so far: %s)",
             self.rank,

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from struct import Struct
 from typing import Any
 
+from mt_megatron.backends.threads import RankThread
 from mt_megatron.scan.format.names import Names
 from mt_megatron.scan.format.records import COUNTER, FLUSH_SECONDS, PING
 from mt_megatron.scan.format.segment_retention import SegmentRing, time_pair
@@ -43,7 +44,7 @@ assert len(_COUNTER(0, 0, 0, 0, 0)) == COUNTER.itemsize
 assert len(_PING(0, 0, 0, 0, 0, 0)) == PING.itemsize
 
 
-class Writer(threading.Thread):
+class Writer(RankThread):
     """Runs until ``stop``; whatever fails ends it and is told to ``failed`` once."""
 
     def __init__(
@@ -59,7 +60,7 @@ class Writer(threading.Thread):
     ) -> None:
         """``look``, called about once a second, sees whether something else is wanted; ``step_ended`` hears
         of each step once its spans are written."""
-        super().__init__(name="scan-writer", daemon=True)
+        super().__init__(target=self._guarded, name="scan-writer", daemon=True)
         self.encoder = SpanEncoder(names)
         self._queues = queues
         self._names = names
@@ -80,17 +81,17 @@ class Writer(threading.Thread):
             self.join(timeout)
         return not self.is_alive()
 
-    def run(self) -> None:
+    def _guarded(self) -> None:
         """Beat, flush, look."""
         try:
-            self._run()
+            self._write()
         except BaseException as error:  # noqa: BLE001 - tracing never ends training
             self._failed(error)
         finally:
             self._ring.close()
             self._facts.release()
 
-    def _run(self) -> None:
+    def _write(self) -> None:
         flushes, latest = 0, time.time_ns() // _FLUSH_NS
         while not self._stopped:
             number, planned, woke = self.rest()

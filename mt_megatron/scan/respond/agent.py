@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from mt_megatron.backends.threads import RankThread
 from mt_megatron.errors import ConfigError
 from mt_megatron.scan.drill.faults import Fault, faults_from
 from mt_megatron.scan.drill.inject import Injector
@@ -94,7 +95,7 @@ class Attendant:
         self._read_findings = 0
         self._lock = threading.Lock()
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="scan-attendant", daemon=True)
+        self._thread = RankThread(target=self._run, name="scan-attendant", daemon=True)
 
     def start(self) -> None:
         """Attend from now on. What was asked for before the start is not done."""

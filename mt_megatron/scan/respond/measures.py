@@ -30,8 +30,8 @@ class Measures:
         self._host = backend.device_type == "cpu"
         side = size or (384 if self._host else 4096)
         dtype = torch.float32 if self._host or not backend.bf16_supported() else torch.bfloat16
-        device = backend.device()
-        self._a = torch.ones(side, side, dtype=dtype, device=device)
+        self._device = backend.device(backend.current_device())
+        self._a = torch.ones(side, side, dtype=dtype, device=self._device)
         self._out = torch.empty_like(self._a)
         self.flops_per_product = 2.0 * side**3
         """Of one product; a multiply and an add count as two."""
@@ -48,7 +48,7 @@ class Measures:
 
     def copy_bandwidth(self, nbytes: int = 1 << 26, repeats: int = 5) -> float:
         """Bytes read and written per second in copies within the device's memory, the median's."""
-        source = self._torch.zeros(nbytes, dtype=self._torch.uint8, device=self._backend.device())
+        source = self._torch.zeros(nbytes, dtype=self._torch.uint8, device=self._device)
         target = self._torch.empty_like(source)
         times = []
         for _ in range(repeats + 1):
@@ -63,7 +63,7 @@ class Measures:
         """Collective: wait for all ranks."""
         import torch.distributed as dist
 
-        one = self._torch.zeros(1, device=self._backend.device())
+        one = self._torch.zeros(1, device=self._device)
         dist.all_reduce(one)
         self._backend.synchronize()
 
@@ -72,7 +72,7 @@ class Measures:
         same time with the other value of ``first``."""
         import torch.distributed as dist
 
-        tensor = self._torch.zeros(nbytes, dtype=self._torch.uint8, device=self._backend.device())
+        tensor = self._torch.zeros(nbytes, dtype=self._torch.uint8, device=self._device)
         times = []
         for _ in range(repeats):
             began = time.perf_counter()
@@ -90,9 +90,8 @@ class Measures:
         """Collective: the ``values`` of every rank, by rank; all give as many."""
         import torch.distributed as dist
 
-        device = self._backend.device()
         dtype = self._torch.float64 if self._host or self._backend.name == "cuda" else self._torch.float32
-        own = self._torch.tensor(values, dtype=dtype, device=device)
+        own = self._torch.tensor(values, dtype=dtype, device=self._device)
         every = [self._torch.empty_like(own) for _ in range(dist.get_world_size())]
         dist.all_gather(every, own)
         return [one.tolist() for one in every]
@@ -101,11 +100,10 @@ class Measures:
         """Collective: rank 0's ``text`` on every rank."""
         import torch.distributed as dist
 
-        device = self._backend.device()
         data = text.encode()
-        length = self._torch.tensor([len(data)], dtype=self._torch.int64, device=device)
+        length = self._torch.tensor([len(data)], dtype=self._torch.int64, device=self._device)
         dist.broadcast(length, 0)
-        buffer = self._torch.zeros(int(length.item()), dtype=self._torch.uint8, device=device)
+        buffer = self._torch.zeros(int(length.item()), dtype=self._torch.uint8, device=self._device)
         if dist.get_rank() == 0:
             buffer.copy_(self._torch.tensor(list(data), dtype=self._torch.uint8))
         dist.broadcast(buffer, 0)
@@ -120,7 +118,7 @@ def measures_everywhere(backend: Any) -> Measures | None:
     made: Measures | None = None
     with contextlib.suppress(RuntimeError):  # out of memory is one
         made = Measures(backend)
-    without = torch.tensor([float(made is None)], device=backend.device())
+    without = torch.tensor([float(made is None)], device=backend.device(backend.current_device()))
     dist.all_reduce(without)
     return made if without.item() == 0 else None
 

@@ -125,10 +125,15 @@ def selftest(
     measures = measures or Measures(backend)
     own = _own_rates(measures, folder, alone=world_size == 1)
     names = ("products", "copies", "disk_write", "disk_read")
+    device = backend.device_name(backend.current_device())
     if world_size == 1:
         rates: dict[str, tuple[float, ...]] = {name: (value,) for name, value in zip(names, own, strict=True)}
         return Selftest(
-            hosts=(socket.gethostname(),), device=backend.device_name(), rates=rates, links=(), outliers=()
+            hosts=(socket.gethostname(),),
+            device=device,
+            rates=rates,
+            links=(),
+            outliers=(),
         )
     hosts = _hosts(measures)
     every = measures.gather(own)
@@ -139,7 +144,11 @@ def selftest(
         *outlying_links([(x.first, x.second, x.seconds, x.bytes_per_second) for x in links], hosts),
     ]
     return Selftest(
-        hosts=hosts, device=backend.device_name(), rates=rates, links=links, outliers=tuple(outliers)
+        hosts=hosts,
+        device=device,
+        rates=rates,
+        links=links,
+        outliers=tuple(outliers),
     )
 
 

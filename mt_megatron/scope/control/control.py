@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mt_megatron.backends.threads import RankThread
 from mt_megatron.errors import ConfigError, MtMegatronError
 from mt_megatron.scope.control.commands import AT_ONCE, Command, Queue, Spool, command_from, identity_of
 from mt_megatron.scope.control.ended_commands import EndedCommand
@@ -81,7 +82,7 @@ class Control:
         """Commands that were left in the folder, where their answers go."""
 
         self._stopped = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._thread: RankThread | None = None
 
     def start(self) -> None:
         """Hear commands from now on. Local; where the folder cannot be used one line says so."""
@@ -94,7 +95,7 @@ class Control:
             self._say(f"scope: no commands are heard from {self._folder}/commands: {error}; training goes on")
             return
         self._spool = spool
-        self._thread = threading.Thread(target=self._listen, name="scope-commands", daemon=True)
+        self._thread = RankThread(target=self._listen, name="scope-commands", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
@@ -204,7 +205,7 @@ class Control:
         return [command_from(each) for each in json.loads(text)], counts
 
     def _broadcast(self, text: bytes, length: int) -> bytes:
-        device = self._trainer.backend.device()
+        device = self._trainer.backend.device(self._trainer.backend.current_device())
         data = torch.zeros(length, dtype=torch.uint8)
         if text:
             data = torch.frombuffer(bytearray(text), dtype=torch.uint8)

@@ -229,7 +229,7 @@ class _Forward:
         self._length = min(length, trainer.seq_length)
         self._last = at.pp == (0 if layout.v else layout.pp - 1)
         self._microbatches = layout.pp if layout.interleaved else 1
-        self._device = trainer.backend.device()
+        self._device = trainer.backend.device(trainer.backend.current_device())
         vocabulary = getattr(trainer.tokenizer, "vocab_size", None)
         self._vocabulary = None if vocabulary is None else int(vocabulary)
 

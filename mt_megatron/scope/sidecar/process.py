@@ -10,12 +10,12 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from mt_megatron.backends.threads import RankThread
 from mt_megatron.scan.monitor.child_process import end_child, relay_lines, start_child
 
 SECONDS_FOR_OTHERS = 5.0
@@ -81,7 +81,7 @@ class SidecarProcess:
             self._command += [] if serve.token_file is None else ["--token-file", str(serve.token_file)]
         self._closing = False
         self._told = False
-        self._relay: threading.Thread | None = None
+        self._relay: RankThread | None = None
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
@@ -93,7 +93,7 @@ class SidecarProcess:
             self._told = True
             self._leave_folder()
             return
-        self._relay = threading.Thread(target=self._read, args=(self.process,), daemon=True)
+        self._relay = RankThread(target=self._read, args=(self.process,), daemon=True)
         self._relay.start()
 
     def wait_until_ready(self, seconds: float) -> bool:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from mt_megatron.backends.threads import RankThread
 from mt_megatron.scope.format.frames import Decoder, FrameError, encode
 
 MOST_QUEUED = 24 * 2**20
@@ -90,7 +91,7 @@ class Sender:
         self.ended: str | None = None
         """Why nothing is sent any more; None while it is."""
 
-        self._thread = threading.Thread(target=self._run, name="scope-sender", daemon=True)
+        self._thread = RankThread(target=self._run, name="scope-sender", daemon=True)
 
     def start(self) -> None:
         """Connect and send from now on."""

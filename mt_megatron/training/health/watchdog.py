@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from mt_megatron.backends.distributed.rendezvous import fresh_name
+from mt_megatron.backends.threads import RankThread
 from mt_megatron.training.health.watchdog_evidence import (
     Evidence,
     Sign,
@@ -193,10 +194,10 @@ class Watchdog:
         self._to_confer: queue.SimpleQueue[Evidence | None] = queue.SimpleQueue()
         self._conferred: queue.SimpleQueue[tuple[str, list[Sign]]] = queue.SimpleQueue()
         self._stacks_on_signal = False
-        self._threads = [threading.Thread(target=self._watch, name="watchdog", daemon=True)]
+        self._threads = [RankThread(target=self._watch, name="watchdog", daemon=True)]
         if channel is not None:
             self._threads.append(
-                threading.Thread(target=self._talk, args=(channel,), name="watchdog-channel", daemon=True)
+                RankThread(target=self._talk, args=(channel,), name="watchdog-channel", daemon=True)
             )
 
     def start(self) -> None:
@@ -240,7 +241,7 @@ class Watchdog:
             faulthandler.unregister(signal.SIGUSR2)
         if error is not None and self._channel is not None:
             reason = f"{type(error).__name__}: {error}"
-            leaving = threading.Thread(target=self._leave, args=(reason,), daemon=True)
+            leaving = RankThread(target=self._leave, args=(reason,), daemon=True)
             leaving.start()
             leaving.join(2.0)
         for thread in self._threads:

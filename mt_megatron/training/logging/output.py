@@ -180,7 +180,7 @@ class Output:
         self.display.tick(iteration)
         # No CPU is in the tables: there the line would be about nothing that went wrong.
         if self.peak.flops is None and self._job.backend.device_type != "cpu":
-            device = self._job.backend.device_name()
+            device = self._job.backend.device_name(self._job.backend.current_device())
             self.display.say(
                 f"MFU: unknown peak of {device} in {self._config.params_dtype}, give --peak-tflops"
             )
@@ -295,7 +295,7 @@ class Output:
 
 def device_state(backend: Backend) -> dict[str, Any]:
     """Utilisation in percent and memory in bytes, None where the device does not tell."""
-    reading = backend.telemetry()
+    reading = backend.telemetry(backend.current_device())
     utilization = reading.utilization
     return {
         "utilization": None if isinstance(utilization, Unsupported) else float(utilization),

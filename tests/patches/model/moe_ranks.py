@@ -100,7 +100,7 @@ def _deviations(
         asked[spoiled] = None
     made = config(**asked)
     spec = get_gpt_layer_local_spec(num_experts=EXPERTS, moe_grouped_gemm=grouped).submodules.mlp
-    device = mt_megatron.backend().device()
+    device = mt_megatron.backend().device(mt_megatron.backend().current_device())
     layer = build_module(spec, config=made).to(device).train()
     whole = case.weights(width=width or DENSE, shared=shared, gated=gated)
     views = _views(layer, made)

@@ -68,7 +68,7 @@ class Bench:
             micro_batch_size=config.train.micro_batch_size,
             seq_length=SEQUENCE,
         )
-        self.step_function = make_forward_step(family, job.backend.device())
+        self.step_function = make_forward_step(family, job.backend.device(job.backend.current_device()))
         size = config.global_batch_size(job.layout.world_size)
         self.steps = Steps(
             config,

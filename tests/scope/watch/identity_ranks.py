@@ -82,7 +82,7 @@ def _train(folder: Path, flags: str, steps: int, *, watch: bool) -> dict[str, An
             micro_batch_size=MICRO_BATCH,
             seq_length=SEQUENCE,
         )
-        inner = make_forward_step(family, job.backend.device())
+        inner = make_forward_step(family, job.backend.device(job.backend.current_device()))
         seen: list[int] = []
 
         def forward_step(batches: Any, model: Any) -> Any:

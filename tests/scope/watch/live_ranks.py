@@ -49,7 +49,7 @@ def told_while_training() -> dict[str, Any]:
                 num_microbatches=config.num_microbatches(1), micro_batch_size=MICRO_BATCH, seq_length=SEQUENCE
             )
             batches = [batches_of(job, 5, STEPS)]
-            forward_step = make_forward_step(family, job.backend.device())
+            forward_step = make_forward_step(family, job.backend.device(job.backend.current_device()))
             for iteration in range(1, STEPS + 1):
                 observed.begin(iteration)
                 result = train_step(

@@ -58,7 +58,7 @@ def _train(flags: str) -> dict[str, Any]:
                 seq_length=SEQUENCE,
             )
             batches = [batches_of(job, 5, STEPS) for _ in trainable.chunks]
-            forward_step = make_forward_step(family, job.backend.device())
+            forward_step = make_forward_step(family, job.backend.device(job.backend.current_device()))
             expected: dict[str, list[float]] = {"gradient_norm": [], "update_ratio": [], "weight_norm": []}
             skipped = []
 

@@ -92,7 +92,7 @@ def train(
                 micro_batch_size=MICRO_BATCH,
                 seq_length=SEQUENCE,
             )
-            forward_step = make_forward_step(family, job.backend.device())
+            forward_step = make_forward_step(family, job.backend.device(job.backend.current_device()))
             batches = [batches_of(job, seed, steps) for _ in trainable.chunks]
             results = []
             for iteration in range(1, steps + 1):

@@ -71,7 +71,7 @@ def _trained(run: Path, kind: str, steps: int) -> dict[str, Any]:
         shape = Shape(
             num_microbatches=config.num_microbatches(1), micro_batch_size=MICRO_BATCH, seq_length=SEQUENCE
         )
-        forward_step = make_forward_step(family, job.backend.device())
+        forward_step = make_forward_step(family, job.backend.device(job.backend.current_device()))
         losses: list[str] = []
 
         def step(iteration: int) -> None:

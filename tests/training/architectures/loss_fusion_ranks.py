@@ -61,7 +61,7 @@ def _train(flags: str, *, doubled: bool = False, hooked: bool = False) -> dict[s
     with joined(config, mt_megatron.backend()) as job:
         family = family_of(config)
         trainable = build(config, job, family)
-        forward_step = make_forward_step(family, job.backend.device())
+        forward_step = make_forward_step(family, job.backend.device(job.backend.current_device()))
         if hooked:
             for name, module in trainable.chunks[0].named_modules():
                 if name.endswith("output_layer"):

@@ -55,7 +55,7 @@ def _validated(folder: str, flags: str) -> dict[str, Any]:
         trainable = build(config, job, family)
         load_weights(Path(folder) / "on" / "iter_0000006", trainable)
         shape = Shape(num_microbatches=1, micro_batch_size=2, seq_length=SEQUENCE)
-        step = make_forward_step(family, job.backend.device())
+        step = make_forward_step(family, job.backend.device(job.backend.current_device()))
 
         def validation() -> list[float]:
             found = evaluate(trainable, step, Chain(5, 4), shape, job, max_samples=None)
