@@ -120,7 +120,8 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         type=_share,
         default=0.05,
         metavar="X",
-        help="largest share of documents that may be bad (%(default)s)",
+        help="largest share of the input that may be bad or lost; 1 allows truncated files, whose loss is "
+        "not known (%(default)s)",
     )
     add("--overwrite", action="store_true", help="remove what an earlier run left under this prefix first")
     add("--json", action="store_true", help="print the result as one JSON object")

@@ -228,6 +228,49 @@ def test_strict_and_the_limit_make_them_an_error_that_names_them(tmp_path: Path)
     assert result.documents == 18
 
 
+def _cut(name: str, whole: bytes) -> bytes:
+    if name.startswith("truncated"):
+        return whole[: len(whole) // 4]
+    half = len(whole) // 2
+    return whole[:half] + bytes(64) + whole[half + 64 :]
+
+
+@pytest.mark.parametrize("kind", ["truncated", "damaged"])
+@pytest.mark.parametrize("suffix", [".jsonl.gz", ".jsonl.zst", ".parquet"])
+def test_a_file_that_breaks_off_is_judged_by_what_is_lost(tmp_path: Path, kind: str, suffix: str) -> None:
+    """One finding stands for thousands of documents."""
+    import pyarrow
+    import pyarrow.parquet
+
+    documents = [f"{number} {random.Random(number).random()}" for number in range(4000)]
+    whole = tmp_path / "in" / f"whole{suffix}"
+    whole.parent.mkdir()
+    if suffix == ".parquet":
+        table = pyarrow.table({"text": documents})
+        pyarrow.parquet.write_table(
+            table, whole, row_group_size=500, write_page_checksum=True, use_dictionary=False
+        )
+    else:
+        write_jsonl(whole, documents)
+    broken = tmp_path / f"broken{suffix}"
+    broken.write_bytes(_cut(kind, whole.read_bytes()))
+    given = options(tmp_path, broken, workers=1)
+    with pytest.raises(DataError, match="not known|input is bad or lost|no document that can"):
+        preprocess(given, Lines())
+    allowed = replace(given, inputs=(str(broken), str(whole)), output_prefix=str(tmp_path / "out" / "b"))
+    # The loss of a file that is cut off is not known; half of one of two files is a fourth.
+    rule = (
+        r"a truncated file is not known" if kind == "truncated" else r"\d+\.\d\d% of the input is bad or lost"
+    )
+    with pytest.raises(DataError, match=rule) as caught:
+        preprocess(replace(allowed, max_bad_share=0.01), Lines())
+    assert "bytes were not read" in str(caught.value)
+    result = preprocess(replace(allowed, max_bad_share=1.0), Lines())
+    assert 4000 <= result.documents < 8000
+    sidecar = json.loads(Path(result.prefixes[0] + ".json").read_text())
+    assert sum(sidecar["left_out"].values()) >= 1 and (kind == "truncated" or sidecar["lost_bytes"] > 0)
+
+
 def test_what_is_made_already_is_left_and_what_differs_is_refused(tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "a.jsonl", texts(20))
     given = options(tmp_path, source)

@@ -221,6 +221,13 @@ def test_marks_and_line_ends_are_noticed_and_cost_nothing(tmp_path: Path) -> Non
     assert documents == [("a\r\nb\r\n",)] and kinds(found) == {"byte_order_mark": 1, "crlf": 1}
 
 
+def test_marks_between_joined_files_cost_no_document(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "a"}\n' * 3)
+    documents, found = read(tmp_path / "a.jsonl", 20)
+    assert documents == [("a",)] * 3
+    assert [(each.kind, each.at) for each in found] == [("byte_order_mark", number) for number in (1, 2, 3)]
+
+
 def test_text_files_are_documents_or_their_lines_are(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("one\n\ntwo\n")
     (tmp_path / "b.txt.gz").write_bytes(gzip.compress("drei é\nvier".encode()))
@@ -244,11 +251,12 @@ def test_parquet_rows_by_row_group(tmp_path: Path) -> None:
     documents, found = read(tmp_path / "a.parquet", 100, keys=("text", "title"))
     assert len(documents) == 996 and documents[0] == ("a", "t0") and documents[-1] == ("row 994", "t999")
     assert [(each.kind, each.at) for each in found] == [
-        ("missing_key", 1),
-        ("empty", 2),
-        ("nul", 3),
-        ("too_long", 4),
+        ("missing_key", 2),
+        ("empty", 3),
+        ("nul", 4),
+        ("too_long", 5),
     ]
+    assert f"{tmp_path / 'a.parquet'}, row 2: " in found[0].line()
     _, found = read(tmp_path / "a.parquet", 100, keys=("body",))
     assert kinds(found) == {"missing_key": 4} and "no column 'body'; it has text, title, n" in found[0].line()
     _, found = read(tmp_path / "a.parquet", 100, keys=("n",))

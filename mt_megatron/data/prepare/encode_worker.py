@@ -89,6 +89,7 @@ class ShardWriter:
             "lines": self._reader.lines if unit.kind == "lines" else 0,
             "ended": self._reader.ended,
             "disk_bytes": self._reader.disk_bytes,
+            "lost_bytes": self._reader.lost_bytes,
         }
         part = self._folder / f"{name}.json.part"
         part.write_text(json.dumps(summary))

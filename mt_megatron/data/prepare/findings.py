@@ -29,8 +29,11 @@ KEPT: Mapping[str, str] = {
 }
 """Kinds of what was noticed and cost nothing."""
 
-BAD = frozenset(LEFT_OUT) - {"empty"}
-"""Kinds that count towards the limit on the share of bad documents."""
+BROKEN_OFF = frozenset(("truncated", "damaged", "unreadable"))
+"""Kinds of a file whose other documents are lost, however many they are."""
+
+BAD = frozenset(LEFT_OUT) - BROKEN_OFF - {"empty"}
+"""Kinds of one bad document each."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +47,10 @@ class Finding:
     """The file it is in."""
 
     at: int | None = None
-    """Line (from 1) or, in Parquet files, row (from 0); None: the file as a whole."""
+    """Number of the line or row, from 1; None: the file as a whole."""
+
+    unit: str = "line"
+    """What ``at`` counts: ``line``, or ``row`` in Parquet files."""
 
     detail: str = ""
     """What exactly was found there."""
@@ -55,7 +61,7 @@ class Finding:
 
     def line(self) -> str:
         """One line for a person."""
-        place = self.file if self.at is None else f"{self.file}, line {self.at}"
+        place = self.file if self.at is None else f"{self.file}, {self.unit} {self.at}"
         meaning = LEFT_OUT.get(self.kind) or KEPT[self.kind]
         return f"{place}: {meaning}{f' ({self.detail})' if self.detail else ''}"
 
@@ -66,10 +72,18 @@ def summary_of(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{counts[kind]:,} {kind}" for kind in order if counts.get(kind))
 
 
-def bad_share(counts: Mapping[str, int], documents: int) -> float:
-    """Bad documents among all that were met, ``documents`` being those that were kept."""
+def bad_share(counts: Mapping[str, int], documents: int, *, lost_bytes: int, total_bytes: int) -> float:
+    """Share of the input that is bad or lost, from 0 to 1.
+
+    ``lost_bytes`` of the ``total_bytes`` of all files were not read, for files that break off; of what was
+    read, bad documents count among all, ``documents`` being those that were kept. The loss of a truncated
+    file is not known, so that it counts as 1.
+    """
+    if counts.get("truncated"):
+        return 1.0
+    lost = lost_bytes / max(1, total_bytes)
     bad = sum(counts.get(kind, 0) for kind in BAD)
-    return bad / max(1, bad + documents)
+    return lost + (1 - lost) * bad / max(1, bad + documents)
 
 
 def added(counts: Counter[str], more: Mapping[str, int]) -> Counter[str]:

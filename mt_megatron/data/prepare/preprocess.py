@@ -51,7 +51,9 @@ def judge(
 ) -> Path | None:
     """Report what was found; the report's file. Raises ``DataError`` when it is too much."""
     lost = sum(count for kind, count in tally.counts.items() if kind in LEFT_OUT)
-    share = bad_share(tally.counts, tally.documents)
+    share = bad_share(
+        tally.counts, tally.documents, lost_bytes=tally.lost_bytes, total_bytes=tally.total_bytes
+    )
     too_much = (options.strict and lost > 0) or share > options.max_bad_share
     if not final and not too_much:
         return None
@@ -63,8 +65,10 @@ def judge(
         shutil.copyfile(report, kept)
         rule = "--strict allows nothing to be left out"
         if not options.strict:
-            limit = options.max_bad_share
-            rule = f"{share:.2%} of the documents are bad, more than --max-bad-share {limit} allows"
+            what = "input is bad or lost" if tally.lost_bytes else "documents are bad"
+            rule = f"{share:.2%} of the {what}, more than --max-bad-share {options.max_bad_share} allows"
+            if tally.counts["truncated"]:
+                rule = "the loss of a truncated file is not known, and --max-bad-share 1 alone allows that"
         found = "\n".join(f"- {line}" for line in shown)
         raise DataError(
             f"{rule}. Found so far: {summary_of(tally.counts)}\n{found}\nAll of them are in {kept}. Change "
@@ -157,6 +161,7 @@ def _publish_key(
         "bin_crc32": made.crc32,
         "append_eod": options.append_eod,
         "left_out": {kind: count for kind, count in sorted(tally.counts.items()) if kind in LEFT_OUT},
+        "lost_bytes": tally.lost_bytes,
         "noticed": {kind: count for kind, count in sorted(tally.counts.items()) if kind not in LEFT_OUT},
         "report": report,
         "plan": plan,

@@ -54,7 +54,7 @@ class PreprocessOptions:
     """Whether anything that is left out is an error."""
 
     max_bad_share: float = 0.05
-    """Largest share of documents that may be bad."""
+    """Largest share of the input that may be bad or lost (``findings.bad_share``)."""
 
 
 class Progress(Protocol):
@@ -93,12 +93,15 @@ class Tally:
 
     total_bytes: int
     done_bytes: int = 0
+    lost_bytes: int = 0
     documents: int = 0
     tokens: int = 0
     counts: Counter[str] = field(default_factory=Counter)
 
     def add(self, summary: dict[str, Any]) -> None:
         self.done_bytes += summary["disk_bytes"]
+        # A shard of an unfinished run of an earlier version does not say it.
+        self.lost_bytes += summary.get("lost_bytes", 0)
         self.documents += summary["documents"]
         self.tokens += sum(summary["tokens"])
         self.counts.update(summary["counts"])

@@ -54,10 +54,12 @@ class ShardReader:
         """Whether the file ends with or before the shard read last."""
         self.disk_bytes = 0
         """About how many bytes of the disk the shard read last took."""
+        self.lost_bytes = 0
+        """About how many bytes of the disk were not read after a break in the shard read last."""
 
     def read(self, unit: Unit, shard: int) -> Iterator[Texts]:
         """Every document of shard ``shard`` of ``unit``; the rest is recorded."""
-        self.lines, self.ended, self.disk_bytes = 0, False, 0
+        self.lines, self.ended, self.disk_bytes, self.lost_bytes = 0, False, 0, 0
         if unit.kind == "files":
             for file in unit.files:
                 yield from self._whole(file)
@@ -76,12 +78,17 @@ class ShardReader:
             self._stream = None
 
     def _found(self, kind: str, file: InputFile, at: int | None = None, detail: str = "") -> None:
-        self._record(Finding(kind=kind, file=file.path, at=at, detail=detail))
+        unit = "row" if file.format == "parquet" else "line"
+        self._record(Finding(kind=kind, file=file.path, at=at, unit=unit, detail=detail))
 
-    def _broken(self, file: InputFile, error: Exception, detail: str = "") -> None:
+    def _broken(self, file: InputFile, error: Exception, lost: int, detail: str = "") -> None:
         kinds = {Truncated: "truncated", Damaged: "damaged"}
         text = getattr(error, "strerror", None) or str(error)
-        self._found(kinds.get(type(error), "unreadable"), file, detail=f"{text}{detail}")
+        self._lost(kinds.get(type(error), "unreadable"), file, lost, f"{text}{detail}")
+
+    def _lost(self, kind: str, file: InputFile, lost: int, detail: str) -> None:
+        self.lost_bytes += lost
+        self._found(kind, file, detail=f"{detail}; {lost:,} of {file.size:,} bytes were not read")
 
     def _whole(self, file: InputFile) -> Iterator[Texts]:
         limit = self._reading.max_document_bytes
@@ -92,7 +99,7 @@ class ShardReader:
             finally:
                 stream.close()
         except _BROKEN as error:
-            self._broken(file, error)
+            self._broken(file, error, file.size)
             return
         if file.compression and file.size == 0:
             self._found("truncated", file, detail="the file holds nothing")
@@ -100,7 +107,7 @@ class ShardReader:
         if len(content) > limit:
             self._found("too_long", file, detail=f"more than {limit:,} bytes")
             return
-        text = self._text(self._without_mark(content, file), file, None)
+        text = self._text(self._without_mark(content, file, None), file, None)
         if text is None:
             return
         if "\r\n" in text:
@@ -117,7 +124,7 @@ class ShardReader:
         except _BROKEN as error:
             # A compressed file breaks within an earlier shard, which tells; here it has ended.
             if shard == 0 or (not file.compression and self._stream is not None):
-                self._broken(file, error)
+                self._broken(file, error, file.size if shard == 0 else self._rest(file, start))
             self.close()
             return
         self.ended = False
@@ -149,10 +156,18 @@ class ShardReader:
                 if line.endswith(b"\r\n") and not crlf:
                     crlf = True
                     self._found("crlf", file, self.lines)
-                yield self._without_mark(line, file) if first else line
+                # Each of several files that were joined may have had one.
+                yield self._without_mark(line, file, self.lines)
         except _BROKEN as error:
-            self._broken(file, error, f"; {self.lines:,} lines of this part were read")
+            lost = self._rest(file, end - self._reading.shard_bytes, stream.position)
+            if file.compression:
+                lost = max(0, file.size - stream.disk_position())
+            self._broken(file, error, lost, f"; {self.lines:,} lines of this part were read")
             self.ended = True
+
+    def _rest(self, file: InputFile, start: int, position: int = 0) -> int:
+        """Bytes of the shard of a plain file that begins at ``start``, without those before ``position``."""
+        return max(0, min(file.size, start + self._reading.shard_bytes) - max(start, position))
 
     def _objects(self, lines: Iterator[bytes], file: InputFile) -> Iterator[Texts]:
         for line in lines:
@@ -201,31 +216,34 @@ class ShardReader:
                 yield (text,) * len(self._reading.keys)
 
     def _rows(self, file: InputFile, group: int) -> Iterator[Texts]:
-        row = 0
+        row, rows, total = 0, 1, 1
         try:
             with parquet_module().ParquetFile(file.path) as opened:
+                if opened.num_row_groups == 0:
+                    return
+                before = [opened.metadata.row_group(i).num_rows for i in range(group + 1)]
+                rows, total = before.pop(), opened.metadata.num_rows
                 missing = [key for key in self._reading.keys if key not in opened.schema_arrow.names]
                 if missing:
                     names = ", ".join(opened.schema_arrow.names)
-                    self._found("missing_key", file, detail=f"no column {missing[0]!r}; it has {names}")
+                    said = f"no column {missing[0]!r}; it has {names}"
+                    self._lost("missing_key", file, file.size * rows // max(1, total), said)
                     return
-                if opened.num_row_groups == 0:
-                    return
-                first = sum(opened.metadata.row_group(i).num_rows for i in range(group))
                 batches = opened.iter_batches(
                     batch_size=_ROWS, row_groups=[group], columns=list(self._reading.keys), use_threads=False
                 )
                 for batch in batches:
                     columns = [batch.column(key) for key in self._reading.keys]
                     for index in range(batch.num_rows):
-                        texts = self._of_row(columns, index, file, first + row)
                         row += 1
+                        texts = self._of_row(columns, index, file, sum(before) + row)
                         if texts is not None:
                             yield texts
         except (OSError, ValueError) as error:
             # pyarrow's own errors are ValueErrors or OSErrors: no footer, bad pages, bad checksums.
             cut = "magic" in str(error).lower() or "too small" in str(error).lower()
-            self._found("truncated" if cut else "damaged", file, detail=str(error).splitlines()[0])
+            lost = file.size * (rows - row) // max(1, total)
+            self._lost("truncated" if cut else "damaged", file, lost, str(error).splitlines()[0])
 
     def _of_row(self, columns: list[Any], index: int, file: InputFile, number: int) -> Texts | None:
         try:
@@ -256,9 +274,9 @@ class ShardReader:
             return text
         return None
 
-    def _without_mark(self, content: bytes, file: InputFile) -> bytes:
+    def _without_mark(self, content: bytes, file: InputFile, number: int | None) -> bytes:
         if content.startswith(codecs.BOM_UTF8):
-            self._found("byte_order_mark", file)
+            self._found("byte_order_mark", file, number)
             return content[len(codecs.BOM_UTF8) :]
         return content
 
