@@ -216,12 +216,14 @@ def _record(args: argparse.Namespace) -> int:
     from mt_megatron.backends import registry
     from mt_megatron.patches import catalogue, collect
     from mt_megatron.patching.digest import source_of, write_fingerprints
+    from mt_megatron.patching.source import exists
 
     _session.check_upstream_version()
     by_backend = {name: collect(registry.get(name)) for name in registry.names()}
     declared = [patch for found in by_backend.values() for patch in found]
     targets = {patch.target: patch for patch in declared if patch.digest}
-    sources = [source_of(target) for target in targets]
+    absent = {name for name, patch in targets.items() if patch.optional and not exists(patch.module)}
+    sources = [source_of(target) for target in targets if target not in absent]
     stale = [source for source in sources if source.digest != targets[source.target].digest]
     for source in stale:
         print(
@@ -231,7 +233,7 @@ def _record(args: argparse.Namespace) -> int:
         )
     if stale:
         return 1
-    write_fingerprints(_session.FINGERPRINTS, sources)
+    write_fingerprints(_session.FINGERPRINTS, sources, kept=absent)
     catalogue.write({"cpu": by_backend["cpu"]})
     print(f"{len(sources)} targets recorded in {_session.FINGERPRINTS}")
     return 0

@@ -20,7 +20,7 @@ import stat
 import sys
 import tempfile
 import tokenize
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from difflib import SequenceMatcher
 from functools import lru_cache
@@ -329,16 +329,18 @@ def fingerprint(source: Source) -> list[tuple[int, str]]:
     return found
 
 
-def write_fingerprints(path: Path, sources: Iterable[Source]) -> None:
-    """Write what ``describe_drift`` reads: per target its digest and its lines' hashes, in order."""
-    content = {
+def write_fingerprints(path: Path, sources: Iterable[Source], kept: Collection[str] = ()) -> None:
+    """Write what ``describe_drift`` reads: per target its digest and its lines' hashes, in order. Targets
+    in ``kept``, whose source is not here, keep what ``path`` has of them."""
+    known = {name: entry for name, entry in read_fingerprints(path).items() if name in kept} if kept else {}
+    written = {
         source.target: {
             "digest": source.digest,
             "lines": " ".join(mark for _, mark in fingerprint(source)),
         }
-        for source in sorted(sources, key=lambda source: source.target)
+        for source in sources
     }
-    write_record(path, content)
+    write_record(path, dict(sorted({**known, **written}.items())))
 
 
 def read_fingerprints(path: Path) -> dict[str, dict[str, str]]:

@@ -30,7 +30,7 @@ from mt_megatron.patching.places import (
     exchange,
     underlying,
 )
-from mt_megatron.patching.plan import Plan, Step
+from mt_megatron.patching.plan import Plan, Step, check_again
 from mt_megatron.patching.prior_changes import PriorChange, prior_change
 from mt_megatron.patching.rebind import Original, Reach, holders, reach
 from mt_megatron.patching.referrers import Held, Search
@@ -391,7 +391,7 @@ class AppliedPlan:
             return
         try:
             self._journal.forget_stale(module)
-            self._apply([*self._owned.get(module.__name__, ())])
+            self._apply(self._checked(module))
             found_new = self._scoped.resolve(self._ready, self._meaning)
             self._scoped.apply(None if found_new else [module])
         except BaseException as error:
@@ -404,6 +404,16 @@ class AppliedPlan:
                 f"{' except ' + '; '.join(left) if left else ''}: {error}",
                 name=module.__name__,
             ) from error
+
+    def _checked(self, module: ModuleType) -> list[Step]:
+        """The steps of ``module``, each checked against the file that it was loaded from."""
+        steps = self._owned.get(module.__name__, [])
+        unchecked = [step for step in steps if not step.is_checked_for(module)]
+        if unchecked:
+            self.plan = check_again(self.plan, unchecked)
+            mine = {step.patch.id for step in steps}
+            self._owned[module.__name__] = [step for step in self.plan.steps if step.patch.id in mine]
+        return [*self._owned.get(module.__name__, ())]
 
     def _apply(self, steps: Sequence[Step]) -> None:
         setting = [step for step in steps if step.patch.kind != "rebind"]

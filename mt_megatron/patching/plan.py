@@ -7,11 +7,11 @@ import hashlib
 import inspect
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import Any
 
 from mt_megatron.errors import PatchConflictError, PatchError, PatchTargetError, UpstreamDriftError
@@ -129,6 +129,8 @@ def resolve(patch: Patch, cache: DigestCache, unpinned: Sequence[str]) -> Resolu
     """Everything about ``patch`` that can be known without importing its target."""
     try:
         _check_record(patch)
+        if patch.optional and not exists(patch.module):
+            return Resolution(patch=patch)
         source = _source(patch, cache, unpinned)
         problem = None if source is None else _misfit(patch, source)
         return Resolution(patch=patch, source=source, problem=problem)
@@ -262,15 +264,23 @@ class Step:
     module: str
     qualname: str
     digest: str | None
-    """Of the installed source; None where the kind needs no source or there is none."""
+    """Of the installed source, or of the expected one where an optional module is not found; None
+    where the kind needs no source or there is none."""
 
     source: Source | None = None
-    """Of the same, with the lines that define the target."""
+    """Of the installed source, with the lines that define the target."""
 
     @property
     def package(self) -> str:
         """The top-level package of the target."""
         return self.module.partition(".")[0]
+
+    def is_checked_for(self, module: ModuleType) -> bool:
+        """Whether the source that was checked is what ``module`` was loaded from: the file may have been
+        missing then, or another one may come first on ``sys.path`` now."""
+        if self.source is None:
+            return not self.patch.optional
+        return self.source.path == getattr(module, "__file__", None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -284,6 +294,7 @@ class Plan:
     steps: tuple[Step, ...]
     left_out: tuple[tuple[Patch, str], ...]
     warnings: tuple[str, ...] = field(default=())
+    settings: Settings = field(default=Settings())
 
     @property
     def digest(self) -> str:
@@ -316,20 +327,7 @@ def make_plan(
     settings = settings or Settings()
     _check_ids(patches)
     selected, left_out = select_patches(patches, backend, features)
-    steps: list[Step] = []
-    warnings: list[str] = list(notes)
-    for found in _resolve(selected, patches, settings):
-        problem = found.obstacle(settings.fingerprints, allow_drift=settings.allow_drift)
-        if problem is not None:
-            raise problem
-        if found.drifted:
-            warnings.append(found.drift_warning(settings.fingerprints))
-        module, qualname = parse_target(found.patch.target)
-        steps.append(
-            Step(
-                patch=found.patch, module=module, qualname=qualname, digest=found.digest, source=found.source
-            )
-        )
+    steps, warnings = _checked(_resolve(selected, patches, settings), settings)
     return Plan(
         backend=backend,
         why=why,
@@ -337,8 +335,40 @@ def make_plan(
         strict=strict,
         steps=tuple(steps),
         left_out=tuple(left_out),
-        warnings=tuple(warnings),
+        warnings=(*notes, *warnings),
+        settings=settings,
     )
+
+
+def check_again(plan: Plan, steps: Sequence[Step]) -> Plan:
+    """``plan`` with ``steps`` checked against the sources that are there now. Raises as ``make_plan``."""
+    cache = DigestCache(plan.settings.cache, SCHEME)
+    found = [resolve(step.patch, cache, plan.settings.unpinned) for step in steps]
+    cache.save()
+    checked, warnings = _checked(found, plan.settings)
+    by_id = {step.patch.id: step for step in checked}
+    return replace(
+        plan,
+        steps=tuple(by_id.get(step.patch.id, step) for step in plan.steps),
+        warnings=(*plan.warnings, *warnings),
+    )
+
+
+def _checked(resolved: Sequence[Resolution], settings: Settings) -> tuple[list[Step], list[str]]:
+    steps: list[Step] = []
+    warnings: list[str] = []
+    for found in resolved:
+        problem = found.obstacle(settings.fingerprints, allow_drift=settings.allow_drift)
+        if problem is not None:
+            raise problem
+        if found.drifted:
+            warnings.append(found.drift_warning(settings.fingerprints))
+        module, qualname = parse_target(found.patch.target)
+        digest = found.digest or found.patch.digest
+        steps.append(
+            Step(patch=found.patch, module=module, qualname=qualname, digest=digest, source=found.source)
+        )
+    return steps, warnings
 
 
 def find_problems(patches: Sequence[Patch], *, backend: str, settings: Settings) -> list[PatchError]:

@@ -65,5 +65,14 @@ class Patch:
     after: tuple[str, ...] = ()
     """Ids of patches that must be applied before this one, when they are selected."""
 
+    optional: bool = False
+    """Whether the target's module may be missing, or be found only after a script has changed
+    ``sys.path``. The patch waits then, and is checked when the module is imported."""
+
     scope: tuple[str, ...] = ()
     """``rebind`` only: dotted module-name prefixes (``"megatron"`` covers ``megatron.core.x``)."""
+
+    @property
+    def module(self) -> str:
+        """The module of the target."""
+        return self.target.partition(":")[0]

@@ -11,7 +11,6 @@ from typing import Any
 
 from mt_megatron.backends.base import Backend
 from mt_megatron.patches.compat.torch_numpy import load_with_trusted_globals
-from mt_megatron.patching.source import exists
 from mt_megatron.patching.spec import Patch
 
 
@@ -31,37 +30,20 @@ def _with_own_generator(original: Callable[..., Any], *args: Any, **kwargs: Any)
 
 
 def patches(backend: Backend) -> list[Patch]:
-    """Nothing where the modules cannot be imported."""
-    found: list[Patch] = []
-    if exists("megatron.legacy.fused_kernels") and backend.needs_redirection:
-        found.append(
-            Patch(
-                id="training.fused_kernels",
-                target="megatron.legacy.fused_kernels:load",
-                kind="replace",
-                feature="device",
-                reason="it runs CUDA's nvcc, to compile no kernel in the end",
-                body=_load_no_kernels,
-                digest="27212f80da6d79bfd980921112415ec3db98a2360deef20dce98bf9f728283d3",
-            )
-        )
-    if exists("megatron.legacy.data.data_samplers"):
-        found.append(
-            Patch(
-                id="training.loader_generator",
-                target="megatron.legacy.data.data_samplers:build_pretraining_data_loader",
-                kind="wrap",
-                feature="device",
-                backends=frozenset({"cpu"}),
-                reason="loaders draw from the host's generator, which on cpu is the device's too, so a "
-                "resumed run would drop other units",
-                body=_with_own_generator,
-                digest="66268d5424ec0dbc84f235b760ed011120600de0bedb27ab77e633c9f07145b3",
-            )
-        )
-    if not exists("megatron.training.checkpointing"):
-        return found
-    found.append(
+    """Optional all: a script may put its checkout on ``sys.path`` itself."""
+    found = [
+        Patch(
+            id="training.loader_generator",
+            target="megatron.legacy.data.data_samplers:build_pretraining_data_loader",
+            kind="wrap",
+            feature="device",
+            backends=frozenset({"cpu"}),
+            reason="loaders draw from the host's generator, which on cpu is the device's too, so a "
+            "resumed run would drop other units",
+            body=_with_own_generator,
+            digest="66268d5424ec0dbc84f235b760ed011120600de0bedb27ab77e633c9f07145b3",
+            optional=True,
+        ),
         Patch(
             id="training.load_checkpoint",
             target="megatron.training.checkpointing:_load_base_checkpoint",
@@ -71,8 +53,22 @@ def patches(backend: Backend) -> list[Patch]:
             reason="torch.load builds plain weights only since 2.6; these files hold the arguments too",
             body=load_with_trusted_globals,
             digest="b30bf1f996beea4376f30d463f32bebe73f02a5d1be4c5f2c03821d92f1b4960",
+            optional=True,
+        ),
+    ]
+    if backend.needs_redirection:
+        found.append(
+            Patch(
+                id="training.fused_kernels",
+                target="megatron.legacy.fused_kernels:load",
+                kind="replace",
+                feature="device",
+                reason="it runs CUDA's nvcc, to compile no kernel in the end",
+                body=_load_no_kernels,
+                digest="27212f80da6d79bfd980921112415ec3db98a2360deef20dce98bf9f728283d3",
+                optional=True,
+            )
         )
-    )
     if backend.needs_redirection and backend.collective != "gloo":
         found.append(
             Patch(
@@ -83,6 +79,7 @@ def patches(backend: Backend) -> list[Patch]:
                 reason="it knows the collective libraries nccl and gloo only",
                 body={"nccl": backend.collective},
                 digest="ebcfa2fc49b48d24b28acf3bf19b32fc3bbee7a0a51ff7d7121ec1f76ec337a2",
+                optional=True,
             )
         )
     return found
