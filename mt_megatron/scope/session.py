@@ -44,10 +44,10 @@ from mt_megatron.scope.watch.head import MOST_SEEN
 from mt_megatron.scope.watch.outbox import Outbox
 from mt_megatron.scope.watch.parameters import Norms, shares_of
 from mt_megatron.scope.watch.parts import Parts
-from mt_megatron.scope.watch.requests import parse, parse_all, unknown
+from mt_megatron.scope.watch.requests import is_sampled, parse, parse_all, unknown
 from mt_megatron.scope.watch.sampled_step import SampledStep
 from mt_megatron.scope.watch.sender import Sender
-from mt_megatron.scope.watch.shares import Place
+from mt_megatron.scope.watch.shares import Place, module_rows
 from mt_megatron.scope.watch.tensors import MOST_STEP, Tensors
 from mt_megatron.seams import taps
 
@@ -110,6 +110,9 @@ class Session:
         self._requesting = threading.Lock()
         self._texts: tuple[str, ...] | None = None
         """Requests that were heard and are not yet taken."""
+
+        self._now = False
+        """True where the next step is recorded by command, whatever its number; the same on all ranks."""
 
         self._said: set[str] = set()
         self._defaults: Defaults | None = None
@@ -245,7 +248,7 @@ class Session:
             "pid": os.getpid(),
             "session": everyone[0]["session"],
             "model": dict(facts.model),
-            "modules": _modules(self._chunks),
+            "modules": module_rows(self._chunks),
         }
         if self._leader(everyone) == self._rank:
             ranks = sum((each["boot"], each["host"]) == own for each in everyone)
@@ -321,14 +324,15 @@ class Session:
                 self._take_requests((*self._options.watch, *texts))
             except Exception as error:  # noqa: BLE001 - training goes on
                 self._off(error)
-        self._open(iteration)
+        now, self._now = self._now, False
+        self._open(iteration, now=now)
 
-    def _open(self, iteration: int) -> None:
+    def _open(self, iteration: int, *, now: bool = False) -> None:
         """Open the taps of ``iteration`` where it is sampled and somebody takes what is seen."""
         if self._outbox is None or self._outbox.ended or self._asked is None:
             return
-        sampled = iteration % self._options.interval == 0 or self._mark is not None
-        plans = [plan for plan in self._plans if plan.request.due(iteration, self._options.interval)]
+        sampled = is_sampled(iteration, self._options.interval) or self._mark is not None
+        plans = [each for each in self._plans if now or each.request.due(iteration, self._options.interval)]
         if not sampled and not plans:
             return
         # A step beside the run says nothing about its next one.
@@ -377,6 +381,11 @@ class Session:
                 self._send(self._outbox, step, figures.tokens)
         except Exception as error:  # noqa: BLE001 - training goes on
             self._off(error)
+
+    def validated(self, iteration: int, *, loss: float, tokens: int) -> None:
+        """The mean ``loss`` [nats] of the model after ``iteration`` over ``tokens`` of validation data."""
+        if self._on and self._outbox is not None and self._rank == 0:
+            self._outbox.validation(iteration, (loss * tokens, tokens), self._perturbed)
 
     def _send(self, outbox: Outbox, step: SampledStep, tokens: int | None) -> None:
         """Hand over what ``step`` saw; ``tokens`` of the global batch, None where nobody knows."""
@@ -468,11 +477,13 @@ class Session:
             self._texts = tuple(texts)
 
     def handle_request(self, arguments: Mapping[str, Any]) -> list[str]:
-        """The command ``request {texts}``: watch them. Raises ``ConfigError`` for one that cannot be read."""
+        """The command ``request {texts}``: watch them, from the next step on, which is recorded whatever its
+        number. Raises ``ConfigError`` for one that cannot be read."""
         texts = [str(each) for each in arguments.get("texts", ())]
         for text in texts:
             parse(text)
         self.request(texts)
+        self._now = True
         return texts
 
     @property
@@ -572,14 +583,6 @@ class Session:
     def _say_here(self, text: str) -> None:
         say = self._say if self._rank == 0 else logger.warning
         say(f"scope: {text}")
-
-
-def _modules(chunks: Sequence[Any]) -> list[list[Any]]:
-    found: dict[str, list[Any]] = {}
-    for path, module in taps.named_modules(chunks):
-        count = sum(each.numel() for each in module.parameters())
-        found.setdefault(path, [path, type(module).__name__, count])
-    return list(found.values())
 
 
 def _reason(error: Exception) -> str:

@@ -493,6 +493,9 @@ class _Run:
         }
         self.scope_trainer.figures = (self.scope_trainer.figures[0], self.validation)
         self.metrics.record("valid", self.progress.iteration, values)
+        self.scope.validated(
+            self.progress.iteration, loss=self.validation.loss, tokens=self.validation.tokens
+        )
         self.display.validation(self.validation.loss)
         self.display.say(
             f"step {self.progress.iteration}: validation loss {self.validation.loss:.4f} nats per token, "

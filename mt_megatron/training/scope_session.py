@@ -125,6 +125,11 @@ class Scope:
             ),
         )
 
+    def validated(self, iteration: int, *, loss: float, tokens: int) -> None:
+        """The model after ``iteration`` was evaluated: mean ``loss`` [nats] over ``tokens``."""
+        if self.session is not None:
+            self.session.validated(iteration, loss=loss, tokens=tokens)
+
     def diverged(self, iteration: int, reason: str) -> bool:
         """Whether the step diverged under a perturbation that can be undone, and was."""
         return self.control is not None and self.control.lab.diverged(iteration, reason)

@@ -48,6 +48,9 @@ class RunShape:
     tensor_every: int = 50
     """Steps between two with tensors; 0: none."""
 
+    validation_every: int = 0
+    """Steps between two evaluations; 0: none."""
+
     token_every: int = 50
     tokens: int = 256
     """Of a sequence."""
@@ -433,6 +436,14 @@ def frames_of(shape: RunShape, rank: int, step: int) -> Iterator[Frame]:
     if shape.token_every and step % shape.token_every == 0:
         yield from token_frames(shape, rank, step)
     yield step_frame(shape, rank, step)
+    if shape.validation_every and step % shape.validation_every == 0 and rank == 0:
+        yield {"k": "schema", "id": 7, "entries": [["", "validation_loss", 2]]}
+        sums = np.asarray([validation_loss_of(shape, step) * 4096, 4096])
+        yield {"k": "stats", "i": step, "id": 7, "attempt": 0, "values": sums, "perturbed": None}
+
+
+def validation_loss_of(shape: RunShape, step: int) -> float:
+    return loss_of(shape, step) + 0.25
 
 
 def write_run(
@@ -514,6 +525,8 @@ def truth_of(shape: RunShape) -> Truth:
         truth.loss[step] = loss_of(shape, step)
         if shape.interval and step % shape.interval == 0:
             _statistics(truth, step)
+        if shape.validation_every and step % shape.validation_every == 0:
+            truth.values.setdefault(("", "validation_loss"), {})[step] = validation_loss_of(shape, step)
         for rank in range(shape.world_size):
             if shape.tensor_every and step % shape.tensor_every == 0:
                 for frame, whole in tensor_frames(shape, rank, step):

@@ -242,6 +242,13 @@ _ALL = (
         meaning="Mean loss of the counted tokens by stretch of the sequence; parts: sums, then counts.",
     ),
     Statistic(
+        name="validation_loss",
+        unit="nats",
+        combine="sum",
+        value=_mean,
+        meaning="Mean loss of the validation data's tokens after the step; parts: sum of losses, tokens.",
+    ),
+    Statistic(
         name="outlier_channels",
         unit="1",
         combine="max",

@@ -14,6 +14,7 @@ tokens       session, step, path, sample, position, id, loss, entropy
 alerts       session, step, time_ns, kind, path, statistic, value, low, high, text
 dropped      session, source, rank, step, frames, bytes
 perturbed    session, step, text
+validation   session, step, loss, current
 bookmarks    step, text, time_unix
 thinned      node, kind, steps, first_step, last_step, time_ns
 requests     time_ns, texts (JSON)
@@ -48,7 +49,7 @@ from .schema import busy, is_busy
 
 VIEWS = (
     *("sessions", "ranks", "modules", "steps", "rank_steps", "stats", "vectors", "tensors", "tokens"),
-    *("alerts", "dropped", "perturbed", "bookmarks", "thinned", "requests"),
+    *("alerts", "dropped", "perturbed", "validation", "bookmarks", "thinned", "requests"),
 )
 """In the order of the documentation."""
 
@@ -144,6 +145,8 @@ CREATE TEMP VIEW stats AS SELECT session, step, path, layer_of(path) AS layer, s
 """
 
 _VECTORS = """
+CREATE TEMP VIEW validation AS SELECT session, step, value AS loss, current FROM stats
+  WHERE statistic = 'validation_loss';
 CREATE TEMP VIEW vectors AS SELECT session, step, path, layer_of(path) AS layer, statistic,
   vector(statistic, part) AS vector, max(current) AS current FROM node_stats
   AS n WHERE has_vector(statistic) GROUP BY session, step, path, statistic

@@ -77,14 +77,23 @@ def ticks(low: float, high: float, count: int = 4) -> list[float]:
 
 
 def chart(
-    step: Integers, value: Floats, title: str, marks: Marks, *, height: int = 170, logarithmic: bool = False
+    step: Integers,
+    value: Floats,
+    title: str,
+    marks: Marks,
+    *,
+    height: int = 170,
+    logarithmic: bool = False,
+    also: Line | None = None,
 ) -> str:
-    """A line over steps; gaps and marks where a value is not finite. Empty without two finite values."""
+    """A line over steps; gaps and marks where a value is not finite. Empty without two finite values.
+    ``also``: a few values on the same axes, dashed with a dot each."""
     finite = np.isfinite(value) & ((value > 0) | (not logarithmic))
     if finite.sum() < 2:
         return ""
     shown = np.log10(value, where=finite, out=np.full(len(value), np.nan)) if logarithmic else value
-    low, high = float(np.nanmin(shown[finite])), float(np.nanmax(shown[finite]))
+    drawn = shown[finite] if also is None else np.append(shown[finite], also.value)
+    low, high = float(np.min(drawn)), float(np.max(drawn))
     room = 0.05 * (high - low) or abs(high) * 0.05 or 1.0
     low, high = low - room, high + room
     first, last = int(step[0]), int(step[-1])
@@ -108,6 +117,10 @@ def chart(
             f'<text class="dim" x="{x(tick):.1f}" y="{height - 6}" text-anchor="middle">{tick:.0f}</text>'
         )
     parts.append(f'<path class="curve" d="{path(step, shown, x, y)}"/>')
+    if also is not None:
+        points = [(x(at), y(each)) for at, each in zip(also.step.tolist(), also.value.tolist(), strict=True)]
+        parts.append(f'<path class="early" d="M{"L".join(f"{a:.1f} {b:.1f}" for a, b in points)}"/>')
+        parts += [f'<circle class="also" cx="{a:.1f}" cy="{b:.1f}" r="3"/>' for a, b in points]
     parts += [
         f'<path class="broken" d="M{x(int(at)):.1f} {_TOP}l4 7h-8z"/>'
         for at in step[~np.isfinite(value)][:400]

@@ -115,6 +115,9 @@ class ReportData:
     run: str
     facts: Facts
     steps: Steps
+    validation: Line | None
+    """Mean loss of the validation data after the steps that were evaluated; None: there was no evaluation."""
+
     perturbed: tuple[tuple[int, str], ...]
     bookmarks: tuple[Bookmark, ...]
     alerts: tuple[AlertRecord, ...]
@@ -155,6 +158,7 @@ def gathered(recording: Recording, *, first: int = 0, last: int | None = None) -
         run=str(recording.files.root.resolve().parent),
         facts=facts,
         steps=steps,
+        validation=_validation(shown.get(("", "validation_loss"))),
         perturbed=tuple(each for each in recording.perturbed() if first <= each[0] <= until),
         bookmarks=tuple(each for each in recording.bookmarks() if first <= each.step <= until),
         alerts=tuple(each for each in recording.alerts(current=True) if first <= each.step <= until),
@@ -257,6 +261,12 @@ def _line(each: Series, partial: int) -> Line:
         value=np.asarray(value),
         partial=partial,
     )
+
+
+def _validation(series: Series | None) -> Line | None:
+    if series is None or not (finite := np.isfinite(series.value)).any():
+        return None
+    return Line(step=series.step[finite], value=series.value[finite], partial=0)
 
 
 def _experts(

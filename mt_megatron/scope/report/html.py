@@ -169,8 +169,11 @@ def _run(data: ReportData, marks: Marks) -> str:
     parts = ["<h2>Run</h2>"]
     for name, title, values, logarithmic in pictures:
         height = 210 if name == "loss" else 120
-        picture = chart(step, values, name, marks, height=height, logarithmic=logarithmic)
+        also = data.validation if name == "loss" else None
+        picture = chart(step, values, name, marks, height=height, logarithmic=logarithmic, also=also)
         if picture:
+            if also is not None:
+                title += f"; dashed: validation loss, last {number(float(also.value[-1]))} nats per token"
             parts.append(f"<h3>{escape(title)}</h3><figure>{picture}</figure>")
     legend = ["triangles: not finite"]
     legend += ["dashed lines: alerts"] * bool(marks.alerts)

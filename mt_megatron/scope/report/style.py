@@ -27,6 +27,7 @@ svg{display:block;max-width:100%;height:auto}svg text{fill:var(--text);font-size
 svg .dim{fill:var(--dim)}svg .grid{stroke:var(--line);fill:none}
 svg .curve{stroke:var(--curve);stroke-width:1.5;fill:none;stroke-linejoin:round}
 svg .early{stroke:var(--early);stroke-width:1.5;stroke-dasharray:5 4;fill:none}
+svg .also{fill:var(--early)}
 svg .alert{stroke:var(--bad);stroke-width:1.5;stroke-dasharray:3 3}svg .broken{fill:var(--bad)}
 svg .bookmark{stroke:var(--mark);stroke-width:1.5}
 svg .session{stroke:var(--dim);stroke-width:1;stroke-dasharray:8 4}

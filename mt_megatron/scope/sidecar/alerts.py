@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from mt_megatron.scope.recording.data import Value
 from mt_megatron.scope.recording.writer import Alert
+from mt_megatron.scope.watch.requests import EARLY_STEPS
 
 WINDOW = 64
 """Samples that make a band."""
@@ -199,7 +200,8 @@ class AlertModel:
             # Where fp16 gradients overflow there is no norm of them: a wrong one is of a step that diverged.
             if wrong and (name in BANDED or name == "not_finite"):
                 broken.append((each.path, name, each.value))
-            if name in BANDED and not (skipped and name in _OF_UPDATES):
+            # Early steps lie close together and are of the warm-up: no measure for what is an interval apart.
+            if name in BANDED and step not in EARLY_STEPS and not (skipped and name in _OF_UPDATES):
                 of = self._parts.setdefault((each.path, name), each.of)
                 if each.of < of:
                     continue  # ranks have not announced themselves again after a rewind

@@ -236,7 +236,8 @@ class Follower:
             if passed:
                 self._see("passed", [step])
             values = recording.values(step, session=session.number, vectors=True)
-            pairs = {(each.path, each.statistic) for each in values}
+            # An evaluation comes after some steps alone, and later than the rest of its step.
+            pairs = {(each.path, each.statistic) for each in values if each.statistic != "validation_loss"}
             # Of a pipeline stage that is late all values are missing, not only parts.
             known = passed if self._usual is None else self._usual <= pairs
             complete = known and not any(each.partial for each in values)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from mt_megatron.backends.base import Backend
@@ -110,6 +111,15 @@ class Outbox:
             return [about | {"beside": beside, "id": schema, "values": found}]
 
         self._sender.put(Parcel(frames=frames, size=_size([vector]) + parts.nbytes + _ABOUT))
+
+    def validation(self, iteration: int, sums: tuple[float, float], perturbed: str | None) -> None:
+        """Sums of losses and tokens of an evaluation after ``iteration``. Left out where that step is not the
+        one that was sent last: a start that only evaluates goes on from no step."""
+        if iteration != self._last:
+            return
+        schema = self._schema((("", "validation_loss", 2),))
+        about = {"k": "stats", "i": iteration, "perturbed": perturbed, "attempt": self._attempt}
+        self.frame(about | {"beside": False, "id": schema, "values": np.asarray(sums, np.float64)})
 
     def tensors(self, iteration: int, tensors: Tensors, perturbed: str | None) -> None:
         """The step's tensors; what was left out of them counts as dropped."""

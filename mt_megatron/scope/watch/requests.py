@@ -32,6 +32,9 @@ KINDS: Mapping[str, str] = {
 }
 """What can be asked for, and what it means."""
 
+EARLY_STEPS = (1, 2, 5, 10)
+"""Steps that are sampled whatever the interval, so that a run can be looked at from its first minute on."""
+
 _LARGEST = 2**31 - 1
 _MOST_NUMBERS = 4096
 _OPTIONS = ("heads", "tokens", "samples", "every")
@@ -84,7 +87,12 @@ class Request:
 
     def due(self, iteration: int, interval: int) -> bool:
         """Whether step ``iteration`` is one of those asked for."""
-        return iteration % (self.every or interval) == 0
+        return is_sampled(iteration, interval) if self.every is None else iteration % self.every == 0
+
+
+def is_sampled(iteration: int, interval: int) -> bool:
+    """True for the steps that a run with ``interval`` samples: its multiples and ``EARLY_STEPS``."""
+    return iteration % interval == 0 or iteration in EARLY_STEPS
 
 
 def _part_end(path: str, start: int) -> int:

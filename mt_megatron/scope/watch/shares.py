@@ -166,3 +166,12 @@ def layers_of(chunks: Sequence[Any]) -> Iterator[tuple[str, nn.Module]]:
     for path, module in taps.named_modules(chunks):
         if is_layer(path, module):
             yield path, module
+
+
+def module_rows(chunks: Sequence[Any]) -> list[list[Any]]:
+    """Path, class name and elements of each module of this rank's ``chunks``."""
+    found: dict[str, list[Any]] = {}
+    for path, module in taps.named_modules(chunks):
+        count = sum(each.numel() for each in module.parameters())
+        found.setdefault(path, [path, type(module).__name__, count])
+    return list(found.values())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -42,6 +43,7 @@ def written(
 ) -> Iterator[tuple[Recording, Truth]]:
     run = tmp_path_factory.mktemp("run")
     shape = RunShape(steps=20, nodes=request.param, experts=4, tensor_every=20, token_every=20, tokens=64)
+    shape = replace(shape, validation_every=4)
     truth = write_run(run, shape)
     with open_recording(run) as recording:
         yield recording, truth
@@ -54,6 +56,13 @@ def test_statistics_equal_the_truth(written: tuple[Recording, Truth]) -> None:
     for step, path, statistic, value, *flags in found.rows:
         assert value == pytest.approx(truth.values[path, statistic][step], rel=1e-9), (path, statistic)
         assert flags == [0, 1, 0]
+
+
+def test_validation_has_a_view(written: tuple[Recording, Truth]) -> None:
+    recording, truth = written
+    found = query(recording, "select step, loss from validation where current order by step").rows
+    assert [step for step, _ in found] == [4, 8, 12, 16, 20]
+    assert dict(found) == pytest.approx(truth.values["", "validation_loss"])
 
 
 def test_vectors_equal_the_truth(written: tuple[Recording, Truth]) -> None:

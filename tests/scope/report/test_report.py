@@ -17,7 +17,15 @@ from mt_megatron.scope.report.gather import gathered
 from mt_megatron.scope.report.html import page, write_report
 from tests.scope.synthetic import RunShape, hello, schema, stats_frame, step_frame, write_run
 
-SHAPE = RunShape(steps=60, interval=5, experts=8, nan_at=45, dead_expert_from=30, perturbed=(20, 24))
+SHAPE = RunShape(
+    steps=60,
+    interval=5,
+    experts=8,
+    nan_at=45,
+    dead_expert_from=30,
+    perturbed=(20, 24),
+    validation_every=15,
+)
 HOSTILE = "<script>alert('x')</script>\"&'<img src=x onerror=alert(1)>"
 
 
@@ -93,6 +101,13 @@ def test_it_says_what_is_wrong_first(text: str) -> None:
     assert order == sorted(order)
     assert "Perturbed, steps 20-24: noise on decoder.layers.1.mlp" in words
     assert "halfway" in words and "12 frames" in words
+
+
+def test_validation_loss_stands_beside_the_loss(recording: Recording, text: str) -> None:
+    values = recording.series("", "validation_loss").value
+    last = values[np.isfinite(values)][-1]
+    assert f"Loss; dashed: validation loss, last {last:.4g} nats per token" in " ".join(Page(text).words)
+    assert text.count('class="also"') == np.isfinite(values).sum() >= 2
 
 
 def test_a_run_without_trouble_says_so(tmp_path: Path) -> None:

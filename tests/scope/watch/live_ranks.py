@@ -71,12 +71,46 @@ def told_while_training() -> dict[str, Any]:
                     reader.tell(0, {"k": "command", "id": "7", "do": "pause", "arguments": {}})
                     _until(lambda: bool(control.commands))
                     session.answer({"id": "7", "ok": True, "value": 3})
-        return {
+        return _by_command(config, job, trainable) | {
             "tensors": sorted({(f["i"], f["path"], f["what"]) for _, f in reader.of("tensor")}),
             "lines": reader.lines,
             "commands": [each["do"] for each in control.commands],
             "results": [f for _, f in reader.of("result")],
         }
+
+
+def _by_command(config: Any, job: Any, trainable: Any) -> dict[str, Any]:
+    """Steps recorded with an interval that the run never reaches, a request by command after step 6, and
+    evaluations after steps 3 and 8 and of a step that is not this start's."""
+    watch = ("residual@decoder.layers.0",)
+    with watched(config, job, trainable, watch=watch, interval=1000) as (observed, reader):
+        assert reader is not None
+        session = observed.session
+        session.validated(4, loss=9.0, tokens=7)
+        shape = Shape(
+            num_microbatches=config.num_microbatches(1), micro_batch_size=MICRO_BATCH, seq_length=SEQUENCE
+        )
+        batches = [batches_of(job, 5, STEPS)]
+        forward_step = make_forward_step(family_of(config), job.backend.device())
+        for iteration in range(1, STEPS + 1):
+            observed.begin(iteration)
+            result = train_step(
+                trainable, forward_step, batches, shape, job, iteration=iteration, observer=observed
+            )
+            observed.end(iteration, result)
+            if iteration in (3, 8):
+                session.validated(iteration, loss=2.5, tokens=100 * iteration)
+            if iteration == 6:
+                session.handle_request({"texts": ["residual@decoder.layers.1:every=1000"]})
+    schemas = {frame["id"]: frame["entries"] for _, frame in reader.of("schema")}
+    stats = [(frame["i"], schemas[frame["id"]], frame) for _, frame in reader.of("stats")]
+    evaluated = [["", "validation_loss", 2]]
+    return {
+        "residuals": sorted((frame["i"], frame["path"]) for _, frame in reader.of("tensor")),
+        "sampled": [step for step, entries, _ in stats if entries != evaluated],
+        "evaluated": [(step, list(f["values"])) for step, entries, f in stats if entries == evaluated],
+        "attempts": sorted({frame["attempt"] for *_, frame in stats}),
+    }
 
 
 def one_rank_fails(what: str) -> dict[str, Any]:

@@ -35,6 +35,19 @@ def test_what_cannot_be_watched_is_a_line_each(found: dict[str, Any]) -> None:
     assert any("context@embedding" in line and "core attention" in line for line in lines)
 
 
+def test_the_first_steps_are_sampled_and_a_command_records_the_next_one(found: dict[str, Any]) -> None:
+    """However long the interval is: a run can be looked at from its first minute on."""
+    assert found["sampled"] == [1, 2, 5]
+    first, second = "decoder.layers.0", "decoder.layers.1"
+    expected = [(1, first), (2, first), (5, first), (7, first), (7, second)]
+    assert [tuple(each) for each in found["residuals"]] == expected
+
+
+def test_validation_is_a_statistic_of_the_step_that_was_evaluated(found: dict[str, Any]) -> None:
+    assert [tuple(each) for each in found["evaluated"]] == [(3, [750.0, 300.0]), (8, [2000.0, 800.0])]
+    assert found["attempts"] == [0]
+
+
 @pytest.mark.parametrize("what", ["about", "sender"])
 def test_a_rank_that_fails_at_the_start_costs_watching_alone(what: str) -> None:
     """Else it would raise while the others go on to the step's first collective, and wait there."""
