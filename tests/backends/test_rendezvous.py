@@ -12,6 +12,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from mt_megatron.backends.distributed import rendezvous
 from mt_megatron.backends.distributed.rendezvous import elastic_group, fresh_name, loopback_store
 from mt_megatron.errors import BackendError
+from tests.launch import run_ranks
 
 SOON = timedelta(seconds=20)
 
@@ -46,10 +47,15 @@ def test_what_the_dead_asked_does_not_count_as_confirmed() -> None:
     assert len(set(names(store, 2))) == 1
 
 
-def test_only_workers_that_may_be_started_again_need_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "0")
+def test_only_workers_that_use_torchruns_store_need_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     assert elastic_group(SOON) == {}
+
+
+def test_a_second_default_group_does_not_find_the_addresses_of_the_first() -> None:
+    """Without names of their own 2 of 2 trials ended with "Connection refused": the rank that is early reads
+    the address which the other published for the group before."""
+    assert run_ranks(2, "tests.patches.ranks:default_groups_one_after_another", 4) == [[2.0] * 4] * 2
 
 
 def test_rank_0_counts_the_attempts_in_the_launchers_store(monkeypatch: pytest.MonkeyPatch) -> None:

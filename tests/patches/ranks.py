@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import tempfile
+import time
+from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 import mt_megatron
+from mt_megatron.parallel import rank_layout
 
 
 def _threads_and_descriptors() -> tuple[int, int]:
@@ -52,7 +56,7 @@ def initialise_and_destroy(times: int) -> dict[str, Any]:
         setattr(parallel_state, _START, 1)
         del pipelines
         during = max(during, _threads_and_descriptors())
-        # Each rank connects to a Gloo group in its own time: one that closed it now could fail the other.
+        # Each rank connects to a Gloo group in its own time: one that closed this one now could fail the other.
         dist.barrier()
         parallel_state.destroy_model_parallel()
     value = torch.ones(1)
@@ -60,6 +64,67 @@ def initialise_and_destroy(times: int) -> dict[str, Any]:
     left = [n for n, v in vars(parallel_state).items() if isinstance(v, dist.ProcessGroup)]
     left += [n for n in ("_PIPELINE_MODEL_PARALLEL_GROUP", _START) if getattr(parallel_state, n) is not None]
     return {"before": before, "during": during, "after": _threads_and_descriptors(), "left": left}
+
+
+def default_groups_one_after_another(times: int) -> list[float]:
+    """Sums over both ranks in default groups of Megatron's layout; the ranks take turns to be late."""
+    backend = mt_megatron.patch("cpu") and mt_megatron.backend()
+    sums = []
+    for number in range(times):
+        if number % 2 == int(os.environ["RANK"]):
+            time.sleep(0.3)
+        rank_layout.initialize(rank_layout.RankLayout(world_size=2, tp=2), backend, timedelta(seconds=20))
+        value = torch.ones(1)
+        dist.all_reduce(value)
+        sums.append(value.item())
+        rank_layout.destroy()
+    return sums
+
+
+def leave_as_soon_as_groups_are_made(late: float) -> dict[str, float]:
+    """Rank 1 is ``late`` seconds late to come back from making its last group; rank 0 ends its groups at once."""
+    mt_megatron.patch("cpu")
+    from megatron.core import parallel_state
+
+    dist.init_process_group("gloo")
+    real, made = dist.new_group, []
+
+    def new_group(*args: Any, **kwargs: Any) -> Any:
+        group = real(*args, **kwargs)
+        if dist.get_rank() == 1 and args[0] == [0, 1]:
+            time.sleep(late)
+        made.append(time.monotonic())
+        return group
+
+    with mock.patch.object(dist, "new_group", new_group):
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    done = time.monotonic()
+    parallel_state.destroy_model_parallel()
+    dist.barrier()
+    return {"made": made[-1], "done": done}
+
+
+def start_and_leave(times: int) -> int:
+    """Groups made and ended at once ``times`` times; how many of them failed. The thread that waits for the
+    connection runs only when nothing else does, where this user may ask for that, so a peer overtakes it."""
+    mt_megatron.patch("cpu")
+    from megatron.core import parallel_state
+
+    dist.init_process_group("gloo")
+    failed = 0
+    for number in range(times):
+        if number % 2 == dist.get_rank():
+            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+        try:
+            parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+        except RuntimeError as error:
+            failed += "connectFullMesh" in str(error)
+            if "connectFullMesh" not in str(error):
+                raise
+        parallel_state.destroy_model_parallel()
+        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+        dist.barrier()
+    return failed
 
 
 def groups_of_two() -> dict[str, Any]:

@@ -412,7 +412,8 @@ _shared: dict[Any, Any] | None = None
 
 @contextmanager
 def shared_groups() -> Iterator[None]:
-    """Within it, groups of equal ranks over Gloo are one group, as seen from Megatron's modules.
+    """Within it, groups of equal ranks over Gloo are one group, as seen from Megatron's modules; it ends
+    when all ranks have connected them.
 
     Each Gloo group keeps two threads and a mesh of sockets, and most of Megatron's groups have the
     ranks of another one. All ranks ask for the same groups in the same order, so they agree on what
@@ -422,8 +423,29 @@ def shared_groups() -> Iterator[None]:
     outer, _shared = _shared, {}
     try:
         yield
+        if any(len(ranks) > 1 for ranks, _ in _shared):
+            _wait_until_all_are_connected()
     finally:
         _shared = outer
+
+
+def _wait_until_all_are_connected() -> None:
+    """Collective over all ranks, through the store: it works for every library and launches no collective.
+
+    A rank can be done with connecting a Gloo group while a peer still waits for its own thread to see the
+    connection. If the first rank ends the group in that moment, the peer's constructor fails with
+    "connectFullMesh failed ... Connection closed by peer", although no process is lost.
+    """
+    c10d = dist.distributed_c10d
+    store = c10d._get_default_store()
+    c10d._store_based_barrier(
+        dist.get_rank(),
+        store,
+        # Unique within the store: torch counts the groups that it made, equally on all ranks.
+        f"mt_megatron/connected/{c10d._world.group_count}",
+        dist.get_world_size(),
+        store.timeout,
+    )
 
 
 def distributed_overrides(backend: Backend) -> dict[str, Any]:

@@ -4,6 +4,9 @@ When torchrun starts its workers again (``--max-restarts``), recent torch gives 
 attempt before, in which the addresses of the dead still stand: Gloo then connects to nobody and the
 restart fails. Nor is there a number of the attempt that all nodes agree on: each agent counts the
 failures of its own workers. So the ranks first agree on a name that is new, and meet below it.
+
+The same holds for a second default group of one attempt: torch names its keys as the first one's, and a rank
+that reads before its peer writes connects to the address of a group that has ended.
 """
 
 from __future__ import annotations
@@ -42,19 +45,18 @@ def attempt() -> Attempt | None:
 
 
 def elastic_group(timeout: timedelta) -> dict[str, Any]:
-    """Arguments of ``init_process_group`` for a worker that torchrun may start again; empty for others.
+    """Arguments of ``init_process_group`` for a worker that uses torchrun's store; empty for others.
 
     Raises ``BackendError`` when the other ranks do not come within ``timeout``.
     """
     global _attempt
-    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or restarts == "0":
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return {}
     from torch.distributed import PrefixStore, rendezvous  # type: ignore[attr-defined]
 
     store, rank, world_size = next(rendezvous("env://", timeout=timeout))
     name = fresh_name(store, rank, world_size, timeout)
-    if rank == 0:
+    if rank == 0 and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
         _attempt = Attempt(store=store, number=store.add(f"{_PREFIX}/number", 1))
     return {"store": PrefixStore(f"{_PREFIX}/{name}", store), "rank": rank, "world_size": world_size}
 

@@ -37,6 +37,25 @@ def test_destroy_model_parallel_frees_threads_and_sockets_200_times() -> None:
     _freed(200)
 
 
+def test_no_rank_goes_on_before_every_rank_has_connected_its_groups() -> None:
+    """Without it a rank that ends its groups at once closes connections that a peer still waits for."""
+    first, second = run_ranks(2, RANKS + "leave_as_soon_as_groups_are_made", 0.5)
+    assert first["done"] >= second["made"]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("load", range(4))
+def test_groups_that_end_at_once_never_fail_a_peer(load: int) -> None:
+    """500 starts beside two busy loops, four times."""
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
+    try:
+        assert run_ranks(2, RANKS + "start_and_leave", 500, timeout=900) == [0, 0]
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
+
+
 def test_without_the_patch_groups_leak() -> None:
     for found in run_ranks(2, RANKS + "leak_without_the_patch", 5):
         assert found["after"][0] > found["before"][0] + 20
