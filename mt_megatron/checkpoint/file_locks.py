@@ -33,20 +33,30 @@ class FileLock:
 
     _descriptor = -1
 
-    def __init__(self, path: Path, *, shared: bool = False, create: bool = False) -> None:
-        """Takes the lock without waiting; ``state`` says whether that succeeded. Raises ``OSError`` when
-        ``path`` cannot be opened."""
+    def __init__(
+        self,
+        path: Path,
+        *,
+        shared: bool = False,
+        create: bool = False,
+        wait: bool = False,
+        mode: int = 0o666,
+    ) -> None:
+        """Takes the lock, at once or, with ``wait``, when other processes have let go of it; ``state`` says
+        whether that succeeded. ``create``: makes the file where there is none, with ``mode``, and follows
+        no link. Raises ``OSError`` when ``path`` cannot be opened."""
         self.path = path
         self.state: Literal["held", "busy", "unsupported"] = "held"
         """``busy``: another process holds it. ``unsupported``: the storage gives no lock, see ``reason``."""
 
         self.reason = ""
         # An exclusive lock on NFS needs a descriptor that is open for writing.
-        flags = (os.O_RDONLY if shared else os.O_RDWR) | (os.O_CREAT if create else 0) | os.O_CLOEXEC
-        self._descriptor = os.open(path, flags, 0o666)
+        flags = (os.O_RDONLY if shared else os.O_RDWR) | (os.O_CREAT | os.O_NOFOLLOW if create else 0)
+        self._descriptor = os.open(path, flags | os.O_CLOEXEC, mode)
         _held.add(self)
         try:
-            fcntl.flock(self._descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+            kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+            fcntl.flock(self._descriptor, kind if wait else kind | fcntl.LOCK_NB)
         except OSError as error:
             self.state = "busy" if error.errno in BUSY else "unsupported"
             self.reason = error.strerror or str(error)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import fcntl
 import json
 import sys
 import time
@@ -86,20 +85,15 @@ def run(args: argparse.Namespace) -> int:
 @contextlib.contextmanager
 def _alone(path: Path, deadline: float) -> Iterator[bool]:
     """Whether nobody else asks this run for a measurement: there is one place for it. Waits for others."""
-    from mt_megatron.scan.format.run_files import open_lock
+    from mt_megatron.checkpoint.file_locks import FileLock
 
-    with open_lock(path) as lock:
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                if time.monotonic() < deadline:
-                    time.sleep(0.1)
-                    continue
-                yield False
-            else:
-                yield True
-            return
+    lock = FileLock(path, create=True, mode=0o600)
+    while lock.state == "busy" and time.monotonic() < deadline:
+        lock.close()
+        time.sleep(0.1)
+        lock = FileLock(path, create=True, mode=0o600)
+    with lock:
+        yield lock.state != "busy"
 
 
 def _answer(path: Path, identity: str, deadline: float) -> dict[str, Any] | None:

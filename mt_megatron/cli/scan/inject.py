@@ -46,6 +46,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     """Ask the ranks, wait, and take it back."""
+    from mt_megatron.checkpoint.file_locks import FileLock
     from mt_megatron.scan.drill.faults import LONGEST_SECONDS, parse_fault
     from mt_megatron.scan.format.run_files import existing_run, read_run, write_private
     from mt_megatron.scan.respond.agent import drill_log_path, drill_path
@@ -58,7 +59,8 @@ def run(args: argparse.Namespace) -> int:
     world_size = int(read_run(files)["world_size"])
     faults = [parse_fault(text, world_size) for text in args.faults]
     path, log = drill_path(files), drill_log_path(files)
-    if path.exists() and _still_on(path):
+    lock = FileLock(path.with_name(f".{path.name}.lock"), create=True, mode=0o600)
+    if lock.state == "busy" or (path.exists() and _still_on(path)):
         raise ConfigError(f"another drill is on in {files.root}; wait for its end, or remove {path}")
     seen = log.stat().st_size if log.exists() else 0
     until = time.time() + args.seconds
@@ -78,6 +80,7 @@ def run(args: argparse.Namespace) -> int:
         pass
     finally:
         path.unlink(missing_ok=True)
+        lock.close()
         for number, handler in before.items():
             signal.signal(number, handler)
     if not on:

@@ -51,8 +51,7 @@ def run(args: argparse.Namespace) -> int:
     requests = import_module("mt_megatron.scope.watch.requests")
     for text in args.requests:
         requests.parse(text)
-    texts = [*(read_requests(files) if args.add else []), *args.requests]
-    write_requests(files, texts)
+    texts = write_requests(files, args.requests, add=args.add)
     print(
         f"{len(texts)} request{'s' * (len(texts) != 1)} in {files.requests}: a run that trains takes them "
         "within seconds"

@@ -90,7 +90,7 @@ def write_for(seconds: float, scratch: Path) -> None:
     """Write to ``scratch`` and wait for the disk, again and again for ``seconds``; it is removed."""
     until = time.monotonic() + seconds
     block = os.urandom(_BLOCK)
-    descriptor = os.open(scratch, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600)
+    descriptor = os.open(scratch, os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
     try:
         while time.monotonic() < until:
             os.pwrite(descriptor, block, 0)

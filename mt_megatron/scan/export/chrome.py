@@ -21,9 +21,10 @@ from mt_megatron.scan.findings.finding import Finding
 from mt_megatron.scan.findings.recorded import findings_on_record
 from mt_megatron.scan.findings.text import headline
 from mt_megatron.scan.format.records import KINDS
+from mt_megatron.scan.format.run_files import whole_file
 
 from .export_index import Survey, survey, transfers
-from .output_file import Exported, rank_title, whole_file
+from .output_file import Exported, rank_title
 from .rank_stream import EVERYTHING, Piece, Selection, pieces
 from .tracks import Lanes, Plotted, counter_points, labels, slices, step_thread, track_name
 
@@ -46,6 +47,7 @@ def write_chrome(trace: Trace, path: Path, selection: Selection = EVERYTHING) ->
     found = survey(trace, selection)
     ranks = [rank for rank in trace.ranks if selection.has_rank(rank)]
     events = 0
+    path.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(path) as raw:
         # No name and no time inside: the same trace gives the same file.
         packed = gzip.GzipFile("", "wb", _LEVEL, raw, mtime=0) if path.name.endswith(".gz") else raw

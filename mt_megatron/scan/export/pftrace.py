@@ -18,10 +18,11 @@ from typing import IO
 from mt_megatron.scan.analysis.trace import Trace
 from mt_megatron.scan.findings.text import headline
 from mt_megatron.scan.format.records import KINDS
+from mt_megatron.scan.format.run_files import whole_file
 
 from .chrome import FINDINGS_TITLE, Arrow, arrow_number, arrows_of, finding_bars, findings_process
 from .export_index import Survey, survey
-from .output_file import Exported, rank_title, whole_file
+from .output_file import Exported, rank_title
 from .rank_stream import EVERYTHING, Piece, Selection, pieces
 from .tracks import Lanes, Plotted, counter_points, labels, slices, step_thread, track_name
 
@@ -42,6 +43,7 @@ def write_pftrace(trace: Trace, path: Path, selection: Selection = EVERYTHING) -
     """Write ``trace`` to ``path``. Raises ``OSError`` and ``ScanError``."""
     found = survey(trace, selection)
     ranks = [rank for rank in trace.ranks if selection.has_rank(rank)]
+    path.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(path) as file:
         out = _Packets(file)
         for rank in ranks:

@@ -24,9 +24,9 @@ from mt_megatron.scan.analysis.step_features import rank_steps
 from mt_megatron.scan.analysis.trace import Trace, open_trace
 from mt_megatron.scan.export.rank_stream import Piece, pieces
 from mt_megatron.scan.findings.recorded import findings_on_record
-from mt_megatron.scan.format.permissions import grant_below
+from mt_megatron.scan.format.permissions import grant_below, make_private_folder
 from mt_megatron.scan.format.records import ASYNC, KINDS, WAIT
-from mt_megatron.scan.format.run_files import RunFiles, make_private_folder, segment_paths, write_private
+from mt_megatron.scan.format.run_files import RunFiles, segment_paths, write_private
 
 TABLES = ("spans", "counters", "ranks", "steps", "findings")
 _VERSION = 2

@@ -1,5 +1,8 @@
 """Modes of a trace's files: for their owner alone (0700 and 0600), or for the group too (0750 and 0640).
 
+Folders and files are opened by their own names, never through a symbolic link: in a folder that others may
+write, a link would have this user's files elsewhere changed.
+
 A mark in the trace's folder says which, so that every process that makes a file there later (the watcher,
 ``scan report``, ``scan sql``) follows the run's option. An explicit option is above the umask: modes are set
 after a file was made. The set-group-ID bit of a folder stays, so that new files keep its group.
@@ -8,6 +11,7 @@ after a file was made. The set-group-ID bit of a folder stays, so that new files
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import stat
 from collections.abc import Callable
@@ -30,11 +34,10 @@ def set_group_readable(root: Path, readable: bool, own: Callable[[str], bool] = 
     that 1,024 ranks do not each visit all of them. Returns whether the group may read ``root`` now: a file
     system may have modes of its own. Raises ``OSError`` when ``root`` or the mark in it cannot be made.
     """
-    root.parent.mkdir(parents=True, exist_ok=True)
-    root.mkdir(mode=0o700, exist_ok=True)
+    make_private_folder(root)
     mark = root / MARK
     if readable:
-        os.close(os.open(mark, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
+        os.close(os.open(mark, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
     elif not mark.exists():
         return False  # the user who made the folder with other modes has decided about them
     # What the root holds follows before it opens, and after it closes.
@@ -62,9 +65,21 @@ def grant(path: Path) -> None:
         _set(path, True)
 
 
+def make_private_folder(path: Path) -> None:
+    """``path`` where it has to be made, for its owner alone unless its trace is open to the group; its
+    parents as the process makes folders. Raises ``OSError``, also where ``path`` is a symbolic link."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+        grant(path)
+    if not stat.S_ISDIR(path.lstat().st_mode):
+        raise NotADirectoryError(errno.ENOTDIR, "found a link or a file, expected a folder", str(path))
+
+
 def open_private(path: Path, flags: int) -> int:
-    """``os.open`` of a file that is made where there is none, with the modes of its trace."""
-    file = os.open(path, flags | os.O_CLOEXEC, 0o600)
+    """``os.open`` of a file that is made where there is none, with the modes of its trace. Raises
+    ``OSError``, also where ``path`` is a symbolic link."""
+    file = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     grant(path)
     return file
 
@@ -76,6 +91,8 @@ def grant_below(folder: Path) -> None:
 
 
 def _set_below(folder: Path, readable: bool) -> None:
+    if folder.is_symlink():
+        return  # ``os.walk`` follows the first one
     # Contents first: a folder opens when what it holds has.
     for inside, folders, files in os.walk(folder):
         for name in (*folders, *files):

@@ -13,19 +13,19 @@ alerts.jsonl        what was told to somebody
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import re
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from mt_megatron.checkpoint.file_locks import FileLock
 from mt_megatron.errors import ScanError
 
-from .permissions import grant, open_private
+from .permissions import grant, make_private_folder, open_private
 from .records import FORMAT_VERSION
 
 _RANK = re.compile(r"rank-(\d{5,})")
@@ -120,35 +120,37 @@ def segment_number(path: Path) -> int:
     return int(match[1])
 
 
-def make_private_folder(path: Path) -> None:
-    """``path`` where it has to be made, for its owner alone unless its trace is open to the group
-    (``permissions``); its parents as the process makes folders."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with contextlib.suppress(FileExistsError):
-        path.mkdir(mode=0o700)
-        grant(path)
-    if not path.is_dir():
-        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
+@contextlib.contextmanager
+def changing(path: Path) -> Iterator[None]:
+    """Keep other processes and threads from changing ``path`` meanwhile, from before it is read until it is
+    replaced: waits for those that are at it. On storage without locks nothing is kept out. Raises
+    ``OSError`` where the lock's file, beside ``path``, cannot be made."""
+    lock = path.with_name(f".{path.name}.lock")
+    with FileLock(lock, create=True, wait=True, mode=0o600):
+        grant(lock)
+        yield
 
 
-def open_lock(path: Path) -> IO[str]:
-    """``path``, made where there is none: a file to be locked, not read."""
-    return open(path, "a", encoding="utf-8", opener=lambda _, flags: open_private(path, flags))
-
-
-def write_private(path: Path, text: str) -> None:
-    """Replace ``path`` by ``text``, with the modes of its trace (``permissions``): readers see the old or the
-    new, never a part."""
+@contextlib.contextmanager
+def whole_file(path: Path) -> Iterator[IO[bytes]]:
+    """A file to write, with the modes of its trace (``permissions``), that takes ``path``'s place when all
+    went well and vanishes otherwise: readers see the old or the new, never a part."""
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
+        with os.fdopen(handle, "wb") as file:
+            yield file
         grant(Path(name))
         os.replace(name, path)
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(name)
         raise
+
+
+def write_private(path: Path, text: str) -> None:
+    """Replace ``path`` by ``text`` in UTF-8, as ``whole_file`` does."""
+    with whole_file(path) as file:
+        file.write(text.encode())
 
 
 def append_record(path: Path, record: Mapping[str, Any]) -> None:

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from .names import Names
+from .permissions import make_private_folder
 from .records import SPAN
-from .run_files import make_private_folder, segment_number, segment_path, segment_paths
+from .run_files import segment_number, segment_path, segment_paths
 from .segments import SegmentWriter, segment_meta
 
 MOST_BYTES = 1 << 30

@@ -8,7 +8,6 @@ earlier run and is not obeyed.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import os
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mt_megatron.errors import ConfigError, ScanError
-from mt_megatron.scan.format.run_files import RunFiles, open_lock, write_private
+from mt_megatron.scan.format.run_files import RunFiles, changing, write_private
 
 logger = logging.getLogger("mt_megatron")
 
@@ -45,8 +44,7 @@ def change_control(files: RunFiles, changes: Mapping[str, Any]) -> dict[str, Any
     Two that change it at once wait for each other. Raises ``ScanError`` when it cannot be written.
     """
     try:
-        with open_lock(files.root / ".control.lock") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with changing(files.control):
             content = {**read_control(files.control), **changes}
             content = {key: value for key, value in content.items() if value is not None}
             write_private(files.control, json.dumps(content) + "\n")

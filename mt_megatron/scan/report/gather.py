@@ -17,9 +17,10 @@ from mt_megatron.scan.diagnose.run import Diagnosis, diagnose
 from mt_megatron.scan.findings.finding import Finding
 from mt_megatron.scan.findings.recorded import findings_on_record, unclaimed
 from mt_megatron.scan.findings.text import claims_and_signals, named_before, rank_list
+from mt_megatron.scan.format.permissions import make_private_folder
 from mt_megatron.scan.format.recording_end import ended_of
 from mt_megatron.scan.format.records import KIND, OPEN
-from mt_megatron.scan.format.run_files import make_private_folder, write_private
+from mt_megatron.scan.format.run_files import write_private
 from mt_megatron.scan.format.segments import RankTrace, dropped_events
 
 from .breakdown import Look, Meetings, breakdown, look
@@ -56,7 +57,7 @@ def write_report(
     """Diagnose ``run`` and write ``report.html``, ``report.md`` and ``report.json`` into ``output``
     (``RUN/scan/report`` by default). Raises ``ScanError`` when there is no trace to read, ``OSError``."""
     data = gather(run, first_step=first_step, last_step=last_step)
-    folder = output or open_folder(run)
+    folder = output.resolve() if output else open_folder(run)
     make_private_folder(folder)
     files = ReportFiles(
         html=folder / "report.html", markdown=folder / "report.md", json=folder / "report.json", data=data

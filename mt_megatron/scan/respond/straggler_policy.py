@@ -5,7 +5,6 @@ Pure decisions, and one file: the list of excluded hosts, a hostfile whose comme
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from typing import Any, Literal
 
 from mt_megatron.errors import ConfigError
 from mt_megatron.scan.findings.finding import SURE
-from mt_megatron.scan.format.run_files import RunFiles, write_private
+from mt_megatron.scan.format.run_files import RunFiles, changing, write_private
 
 from .confirm import MEASURABLE, Confirmation, Request, check_request
 
@@ -148,12 +147,11 @@ def exclude(files: RunFiles, exclusion: Exclusion) -> Path:
     One that is listed already (nobody excluded it) is listed anew, with the later reason.
     """
     path = excluded_path(files)
-    before = ""
-    with contextlib.suppress(FileNotFoundError):
-        before = path.read_text(encoding="utf-8")
-    others = [line for line in before.splitlines() if line.partition("#")[0].strip() != exclusion.host]
     when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     why = " ".join(exclusion.reason.split()).replace("#", "")
     line = f"{exclusion.host}  # {when} {_name(exclusion.cause, exclusion.ranks)}: {why}\n"
-    write_private(path, "".join(f"{other}\n" for other in others) + line)
+    with changing(path):
+        before = path.read_text(encoding="utf-8") if path.exists() else ""
+        others = [each for each in before.splitlines() if each.partition("#")[0].strip() != exclusion.host]
+        write_private(path, "".join(f"{other}\n" for other in others) + line)
     return path

@@ -25,6 +25,8 @@ from typing import Any
 
 from mt_megatron.errors import ConfigError
 from mt_megatron.near_names import hint
+from mt_megatron.scan.format.permissions import make_private_folder
+from mt_megatron.scan.format.run_files import write_private
 
 NAMES = (
     "pause",
@@ -140,22 +142,22 @@ class Spool:
 
     def open(self) -> None:
         """Make the folders, and drop what an earlier session left. Raises ``OSError``."""
+        make_private_folder(self._commands.parent)
         for each in (self._commands, self._results):
-            each.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            # Listed before the folder can be made here: a command that is being left in a new one stays.
-            left = list(each.iterdir()) if each.is_dir() else []
-            each.mkdir(mode=0o700, exist_ok=True)
-            os.chmod(each, 0o700)
-            for path in left:
-                path.unlink(missing_ok=True)
+            try:
+                each.mkdir(mode=0o700)  # a command that is left in a new one stays
+            except FileExistsError:
+                _empty(each)
 
     def look(self) -> list[Any]:
         """Contents of the commands left since the last look, oldest first; what is no JSON comes as its
         text."""
         try:
-            found = os.stat(self._commands)
+            found = os.lstat(self._commands)
         except OSError:
             return []
+        if not stat.S_ISDIR(found.st_mode):
+            return []  # a link, which somebody has put there meanwhile
         stamp = found.st_mtime_ns, found.st_ino
         # Within a clock tick of the change another one may follow without a new stamp.
         if stamp == self._seen and time.time_ns() - found.st_mtime_ns > 2_000_000_000:
@@ -176,7 +178,7 @@ class Spool:
         if not _ID.fullmatch(identity):
             return
         with contextlib.suppress(OSError):
-            _write(self._results / f"{identity}.json", json.dumps(result, default=_plain))
+            write_private(self._results / f"{identity}.json", json.dumps(result, default=_plain))
             size = 0
             newest_first = sorted(self._results.glob("*.json"), key=_mtime, reverse=True)
             for number, path in enumerate(newest_first):
@@ -193,7 +195,7 @@ def leave(folder: Path, do: str, arguments: Mapping[str, Any], *, name: str = ""
     text = json.dumps(command.to_dict())
     if len(text) > MOST_BYTES:
         raise ConfigError(f"found a command of {len(text):,} bytes; expected at most {MOST_BYTES:,}")
-    _write(folder / "commands" / f"{identity}.json", text)
+    write_private(folder / "commands" / f"{identity}.json", text)
     return identity
 
 
@@ -220,17 +222,17 @@ def take_back(folder: Path, identity: str) -> bool:
     return True
 
 
-def _write(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+def _empty(path: Path) -> None:
+    """Remove the files in the folder ``path`` and give it mode 0700. Raises ``OSError``, also for a link,
+    whose target is left alone, and for a folder of another user."""
+    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
+        os.fchmod(folder, 0o700)
+        for name in os.listdir(folder):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(name, dir_fd=folder)
+    finally:
+        os.close(folder)
 
 
 def _read_own(path: Path) -> Any:

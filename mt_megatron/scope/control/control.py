@@ -23,8 +23,9 @@ from mt_megatron.backends.threads import RankThread
 from mt_megatron.errors import ConfigError, MtMegatronError
 from mt_megatron.scope.control.commands import AT_ONCE, Command, Queue, Spool, command_from, identity_of
 from mt_megatron.scope.control.ended_commands import EndedCommand
-from mt_megatron.scope.lab.audit import Audit
 from mt_megatron.scope.lab.lab import Lab
+from mt_megatron.scope.recording.audit import Audit
+from mt_megatron.scope.recording.files import ScopeFiles
 from mt_megatron.scope.trainer import Trainer
 from mt_megatron.seams import collectives, events
 
@@ -70,7 +71,7 @@ class Control:
         self._folder = folder if self._is_main else None
         self._say = say if self._is_main else lambda text: None
         self._send = answer
-        self._audit = Audit(self._folder, say)
+        self._audit = Audit(None if self._folder is None else ScopeFiles(self._folder).audit, say)
         self._handlers: dict[str, Handler] = {**lab.handlers, "generate": self._generate, **(handlers or {})}
         self._pause_seconds = 60 * pause_minutes
         self._period = period
@@ -161,7 +162,7 @@ class Control:
         trainer = self._trainer
         step = trainer.iteration
         self._heard = began = time.monotonic()
-        self._audit.note("paused", step)
+        self._audit.write("paused", step=step)
         self._say(
             f"scope: paused after step {step}; 'mt-megatron scope control RUN resume' or the page lets it go "
             f"on, and so do {self._pause_seconds / 60:g} minutes without anybody there"
@@ -177,7 +178,7 @@ class Control:
                 if trainer.heed(counts):
                     self.paused = False
         seconds = time.monotonic() - began
-        self._audit.note("resumed", trainer.iteration, seconds=seconds)
+        self._audit.write("resumed", step=trainer.iteration, seconds=seconds)
         self._say(f"scope: goes on after step {trainer.iteration}, paused for {seconds:.1f} s")
         self._tell_state()
 
@@ -234,8 +235,8 @@ class Control:
         if failed and problem is None:
             problem = f"{command.do} failed on another rank; its log says why"
         if self._is_main:
-            self._audit.note(
-                "command", self._trainer.iteration, id=command.id, do=command.do, error=problem or ""
+            self._audit.write(
+                "command", step=self._trainer.iteration, id=command.id, do=command.do, error=problem or ""
             )
             self._answer(command.id, value, error=problem)
             self._tell_state()

@@ -11,7 +11,6 @@ links           delays, drops, offsets and scan's faults at work
 agreement       what every rank must have alike
 snapshot        all that training changes, kept and put back
 preview         what a perturbation would change
-audit           RUN/scope/audit.jsonl
 pair            one step with and without a perturbation
 lab             commands, steps, undo
 """

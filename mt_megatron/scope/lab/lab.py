@@ -18,7 +18,6 @@ from typing import Any
 from mt_megatron.checkpoint.run_parts import synchronised_parameters
 from mt_megatron.errors import ConfigError, MtMegatronError
 from mt_megatron.scope.lab.agreement import gathered
-from mt_megatron.scope.lab.audit import Audit
 from mt_megatron.scope.lab.changes import (
     Acting,
     ChangedGradients,
@@ -47,6 +46,8 @@ from mt_megatron.scope.lab.targets import (
     parameter_targets,
     paths_of,
 )
+from mt_megatron.scope.recording.audit import Audit
+from mt_megatron.scope.recording.files import ScopeFiles
 from mt_megatron.scope.trainer import Trainer
 
 logger = logging.getLogger("mt_megatron")
@@ -110,7 +111,7 @@ class Lab:
         """Gets what this rank alone knows."""
 
         self._folder = folder
-        self._audit = Audit(folder if trainer.rank == 0 else None, say)
+        self._audit = Audit(ScopeFiles(folder).audit if folder and trainer.rank == 0 else None, say)
         self._around_step = around_step
         self._went_back = went_back
         self._began_perturbed = began_perturbed
@@ -209,8 +210,8 @@ class Lab:
                 "false, which cannot be undone"
             )
         self._armed.append(_Armed(one=one, targets=targets))
-        self._audit.note(
-            "armed", self._trainer.iteration, id=one.name, text=one.text(), perturbation=one.to_dict()
+        self._audit.write(
+            "armed", step=self._trainer.iteration, id=one.name, text=one.text(), perturbation=one.to_dict()
         )
         starts = max(one.steps.first or 0, self._trainer.iteration + 1)
         return {**told, "id": one.name, "starts_at": starts}
@@ -225,7 +226,7 @@ class Lab:
         elif armed.snapshot is None:
             self._armed.remove(armed)
             self._disarmed.append((armed.one.name, armed.began))
-        self._audit.note("disarmed", self._trainer.iteration, id=identity)
+        self._audit.write("disarmed", step=self._trainer.iteration, id=identity)
         return {"id": identity, "perturbed": self.perturbed}
 
     def undo(self, identity: str | None = None) -> dict[str, Any]:
@@ -238,7 +239,7 @@ class Lab:
         before = self._trainer.iteration
         self._go_back(rewind)
         names = [each.one.name for each in rewind.concerned]
-        self._audit.note("undone", self._trainer.iteration, ids=names, after=before)
+        self._audit.write("undone", step=self._trainer.iteration, ids=names, after=before)
         self._say(
             f"scope: {', '.join(names)} undone after step {before}: the run goes on from step "
             f"{self._trainer.iteration} as it would have without"
@@ -259,7 +260,7 @@ class Lab:
         one = starting_at(_for_one_step(one, step), step)
         targets, told = self._prepared(one)
         self._require_room(told)
-        self._audit.note("pair", step - 1, id=one.name, text=one.text())
+        self._audit.write("pair", step=step - 1, id=one.name, text=one.text())
         # Its taps are closed where no snapshot can be taken, too: they would look at every later step.
         with closing(Comparison(self._trainer, one, arguments)) as comparison:
             snapshot = Snapshot(self._trainer)
@@ -295,7 +296,7 @@ class Lab:
             each.snapshot = snapshot if each.one.snapshot else None
             each.began = step - 1
             each.acting = self._acting(each.one, each.targets)
-            self._audit.note("acts", step - 1, id=each.one.name, can_undo=each.snapshot is not None)
+            self._audit.write("acts", step=step - 1, id=each.one.name, can_undo=each.snapshot is not None)
             self._say(f"scope: {each.one.name} acts from step {step}: {each.one.text()}")
         self._begin_acting([(each.one, each.acting) for each in now], step)
 
@@ -310,7 +311,7 @@ class Lab:
             last = each.one.steps.last
             if each.began is not None and not each.over and last is not None and step >= last:
                 self._close(each)
-                self._audit.note("over", step, id=each.one.name)
+                self._audit.write("over", step=step, id=each.one.name)
 
     def attend(self) -> None:
         """Say what changed nothing, and undo what is to be undone by itself."""
@@ -334,7 +335,7 @@ class Lab:
             each.judged = True
             if not count:
                 step = (each.began or 0) + 1
-                self._audit.note("no effect", step, id=each.one.name)
+                self._audit.write("no effect", step=step, id=each.one.name)
                 self._say(
                     f"scope: {each.one.name} has changed nothing in step {step}: what it means did not come "
                     "by (a module that is not called, a micro-batch, sample or link that no step has)"
@@ -346,7 +347,7 @@ class Lab:
         if self._earliest() is None:
             return False
         self._say(f"scope: step {step} diverged under {self.perturbed}: {reason}")
-        self._audit.note("diverged", step, perturbed=self.perturbed, reason=reason)
+        self._audit.write("diverged", step=step, perturbed=self.perturbed, reason=reason)
         self.undo()
         return True
 

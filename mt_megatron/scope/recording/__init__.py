@@ -1,6 +1,7 @@
 """The recording of a run: one SQLite file a node, written by its sidecar, read as one.
 
 files              where files lie in RUN/scope/, requests and bookmarks
+audit              commands, refusals and what the lab does, in RUN/scope/audit.jsonl
 lock               one run at a time records to a folder
 schema             tables of a node's file, how it is made and opened
 checks             frames from ranks, checked before anything is kept

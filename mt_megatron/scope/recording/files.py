@@ -5,6 +5,7 @@ node-HOST-00000.log      sidecar of node 0: its log
 requests.json            page and ``mt-megatron scope watch``: what ranks record besides the defaults
 bookmarks.json           page: steps that somebody marked
 alerts.jsonl             sidecar of node 0: statistics that left their band, one JSON object a line
+audit.jsonl              rank 0 and whoever serves the page: commands, refusals, what the lab does (``audit``)
 run.lock                 rank 0 of the run that records here: locked, with its host and process (``lock``)
 """
 
@@ -20,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from mt_megatron.errors import ScopeError
-from mt_megatron.scan.format.run_files import make_private_folder, write_private
+from mt_megatron.scan.format.permissions import make_private_folder
+from mt_megatron.scan.format.run_files import changing, write_private
 
 FOLDER = "scope"
 
@@ -83,6 +85,11 @@ class ScopeFiles:
         return self.root / "alerts.jsonl"
 
     @property
+    def audit(self) -> Path:
+        """Commands, refusals and what the lab does."""
+        return self.root / "audit.jsonl"
+
+    @property
     def lock(self) -> Path:
         """Lock of the run that records here."""
         return self.root / "run.lock"
@@ -133,12 +140,16 @@ def read_requests(files: ScopeFiles) -> list[str]:
     return checked_requests(texts)
 
 
-def write_requests(files: ScopeFiles, texts: Sequence[str]) -> None:
-    """Replace the requests for all ranks. Sidecars read the file each second. Raises ``ScopeError`` for
-    texts that are too many or too long, ``OSError`` where the file cannot be written."""
+def write_requests(files: ScopeFiles, texts: Sequence[str], *, add: bool = False) -> list[str]:
+    """Replace the requests for all ranks, or ``add`` to them; returns those in force. Sidecars read the file
+    each second. Raises ``ScopeError`` for texts that are too many or too long and, with ``add``, for a
+    damaged file, ``OSError`` where the file cannot be written."""
     make_private_folder(files.root)
-    whole = {"requests": checked_requests(list(texts)), "changed_unix_ns": time.time_ns()}
-    write_private(files.requests, json.dumps(whole, indent=1) + "\n")
+    with changing(files.requests):
+        whole = checked_requests([*(read_requests(files) if add else []), *texts])
+        content = {"requests": whole, "changed_unix_ns": time.time_ns()}
+        write_private(files.requests, json.dumps(content, indent=1) + "\n")
+    return whole
 
 
 def checked_requests(texts: Sequence[object]) -> list[str]:
@@ -188,15 +199,16 @@ def add_bookmark(files: ScopeFiles, step: int, text: str) -> Bookmark:
             f"{LONGEST_BOOKMARK} characters and a step of 0 or more"
         )
     mark = Bookmark(step=step, text=text, time_unix=time.time())
-    others = [each for each in read_bookmarks(files) if (each.step, each.text) != (step, text)]
-    whole = sorted([*others, mark], key=lambda each: (each.step, each.time_unix))
-    written = json.dumps([vars(each) for each in whole], indent=1, ensure_ascii=False) + "\n"
-    if len(written) > MOST_CHARACTERS:
-        raise ScopeError(
-            f"found {len(whole)} bookmarks of {len(written):,} characters; expected at most "
-            f"{MOST_CHARACTERS:,} characters. Delete some of them in {files.bookmarks}"
-        )
-    write_private(files.bookmarks, written)
+    with changing(files.bookmarks):
+        others = [each for each in read_bookmarks(files) if (each.step, each.text) != (step, text)]
+        whole = sorted([*others, mark], key=lambda each: (each.step, each.time_unix))
+        written = json.dumps([vars(each) for each in whole], indent=1, ensure_ascii=False) + "\n"
+        if len(written) > MOST_CHARACTERS:
+            raise ScopeError(
+                f"found {len(whole)} bookmarks of {len(written):,} characters; expected at most "
+                f"{MOST_CHARACTERS:,} characters. Delete some of them in {files.bookmarks}"
+            )
+        write_private(files.bookmarks, written)
     return mark
 
 
@@ -208,7 +220,9 @@ def _list(found: object) -> list[Any]:
 
 def _read_json(path: Path) -> object:
     try:
-        with open(path, encoding="utf-8") as file:
+        # A link, or a pipe that somebody has put there, is not waited for.
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        with open(os.open(path, flags), encoding="utf-8") as file:
             text = file.read(_MOST_READ + 1)
     except FileNotFoundError:
         return None

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from mt_megatron.checkpoint.file_locks import FileLock, is_own
 from mt_megatron.errors import ScopeError
-from mt_megatron.scan.format.run_files import make_private_folder
+from mt_megatron.scan.format.permissions import make_private_folder
 
 from .files import ScopeFiles
 
@@ -27,8 +27,7 @@ def hold(files: ScopeFiles, say: Callable[[str], None]) -> Callable[[], None]:
         make_private_folder(files.root)
         if not os.access(files.root, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(files.root))
-        path = files.lock.resolve()
-        lock = FileLock(path, create=True)
+        lock = FileLock(files.lock, create=True)
     except OSError as error:
         raise ScopeError(
             f"{files.root} cannot be written ({error}); expected a folder that this user may write. Set "
@@ -42,7 +41,7 @@ def hold(files: ScopeFiles, say: Callable[[str], None]) -> Callable[[], None]:
         return lock.close
     with lock:
         holder = lock.holder()
-    if lock.state == "busy" and not is_own(path):
+    if lock.state == "busy" and not is_own(files.lock):
         raise ScopeError(
             f"another run records to {files.root}: process {holder.get('pid', 'unknown')} on host "
             f"{holder.get('host', 'unknown')}, since {holder.get('since', 'unknown')}; expected a folder of "

@@ -113,6 +113,8 @@ def connect_writer(path: Path, *, page_bytes: int = 4096) -> sqlite3.Connection:
     locks network file systems keep. Raises ``ScopeError`` for a file that is not ours or of another version
     and ``sqlite3.Error`` where it cannot be written.
     """
+    if path.is_symlink():
+        raise FileExistsError(errno.EEXIST, "found a link, expected a file of the recording", str(path))
     if path.exists() and not path.stat().st_size:
         path.unlink()  # left by a disk that was full
     if not path.exists():
@@ -142,7 +144,7 @@ def _make(path: Path, page_bytes: int) -> None:
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         draft.unlink(missing_ok=True)
-        os.close(open_private(draft, os.O_RDWR | os.O_CREAT))
+        os.close(open_private(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL))
         connection = sqlite3.connect(draft, isolation_level=None)
         try:
             connection.execute(f"PRAGMA page_size={page_bytes}")

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import tempfile
 from collections.abc import Iterator, Sequence
 from html import escape
 from pathlib import Path
 
 import numpy as np
 
-from mt_megatron.scan.format.permissions import grant
+from mt_megatron.scan.format.run_files import write_private
 from mt_megatron.scope.recording.order import place_of
 from mt_megatron.scope.sidecar.alerts import FEWEST
 
@@ -43,16 +40,7 @@ _COLUMNS = (
 def write_report(data: ReportData, path: Path) -> None:
     """Write the page to ``path``; it appears whole or not at all. Raises ``OSError``."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(page(data))
-        grant(Path(name))
-        os.replace(name, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(name)
-        raise
+    write_private(path, page(data))
 
 
 def page(data: ReportData) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,7 +16,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
-from mt_megatron.scan.format.permissions import open_private
+from mt_megatron.scan.format.run_files import append_record
 from mt_megatron.scope.recording.combining import HOLD_SECONDS
 from mt_megatron.scope.recording.data import Dropped, Session, Steps, Value
 from mt_megatron.scope.recording.files import ScopeFiles
@@ -378,11 +377,7 @@ class Follower:
                 self._keeper.call(partial(_kept, alert, (session.name, session.attempt)))
             found = as_map(alert, session.number)
             self._publish({"k": "alert", **found})
-            handle = open_private(self._files.alerts, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-            try:
-                os.write(handle, (json.dumps(found) + "\n").encode())
-            finally:
-                os.close(handle)
+            self._guarded(partial(append_record, self._files.alerts, found))
 
     def _sink(self, step: int, numbers: Mapping[str, float]) -> None:
         sinks = self._sinks or []

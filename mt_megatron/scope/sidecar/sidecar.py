@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mt_megatron.errors import MtMegatronError, ScopeError
-from mt_megatron.scan.format.run_files import make_private_folder
+from mt_megatron.scan.format.permissions import make_private_folder
 from mt_megatron.scan.monitor.child_process import is_alive
 from mt_megatron.scope.recording.files import ScopeFiles, read_requests, scope_files, this_host
 from mt_megatron.scope.recording.node import NodeFile

@@ -19,11 +19,11 @@ from starlette.types import ASGIApp
 from starlette.websockets import WebSocket
 
 from mt_megatron.errors import MtMegatronError, ScopeError
+from mt_megatron.scope.recording.audit import UNWRITTEN, Audit
 from mt_megatron.scope.watch import requests
 
 from .access import Access, Session, proof_of
 from .assets import Asset
-from .audit import UNWRITTEN, Audit
 from .guard import Guard, TooLarge, session_of
 from .limits import Rate, Recent
 from .live import Sockets

@@ -14,8 +14,9 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from mt_megatron.scope.recording.audit import Audit
+
 from .access import BURST, REQUESTS_PER_S, Access, Session
-from .audit import Audit
 from .limits import Rate
 from .messages import MOST_BYTES, MOST_QUERY
 

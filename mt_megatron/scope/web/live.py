@@ -16,8 +16,9 @@ from typing import Any
 
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
+from mt_megatron.scope.recording.audit import Audit
+
 from .access import Access, Session
-from .audit import Audit
 from .connection import REQUEST_S
 from .limits import Rate
 from .messages import MOST_BYTES, Refused, parse_json, parse_socket

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from mt_megatron.errors import ConfigError, ScopeError
+from mt_megatron.scope.recording.audit import Audit
 from mt_megatron.scope.recording.files import existing_recording
 from mt_megatron.scope.recording.reader import Recording, open_recording
 from mt_megatron.scope.sidecar.hub import Hub, ServeOptions
@@ -15,7 +16,6 @@ from mt_megatron.scope.sidecar.hub import Hub, ServeOptions
 from .access import Access
 from .app import Site
 from .assets import assets
-from .audit import Audit
 from .recorded import RecordedSource
 from .server import Page
 from .source import Bookmark
@@ -46,7 +46,7 @@ async def serve(hub: Hub, open_recording: Callable[[], Recording], options: Serv
         site = Site(
             context=Context(source=source, folder=options.run),
             access=Access(),
-            audit=Audit(root / "audit.jsonl"),
+            audit=Audit(hub.files.audit),
             files=assets(),
             live=hub,
             neighbours=lambda: neighbours(options.run),

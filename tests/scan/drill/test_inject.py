@@ -22,6 +22,7 @@ from mt_megatron.scan.drill.inject import Injector
 from mt_megatron.scan.format.run_files import run_files, write_run
 from mt_megatron.scan.respond.agent import Attendant, drill_path
 from mt_megatron.seams import events
+from tests.locks import locked_by_another
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -240,3 +241,14 @@ def inject(run: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         text=True,
         timeout=60,
     )
+
+
+def test_of_two_drills_at_once_one_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Between the look at the other's file and the own one, and until that is removed."""
+    from mt_megatron.cli.main import main
+
+    files = run_files(tmp_path)
+    write_run(files, {"world_size": 2})
+    with locked_by_another(files.root / ".inject.json.lock"):
+        assert main(["scan", "inject", str(tmp_path), "slow_rank:rank=1", "--seconds", "1"]) == 2
+    assert "another drill is on" in capsys.readouterr().err and not drill_path(files).exists()

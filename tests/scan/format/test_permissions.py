@@ -17,8 +17,8 @@ from mt_megatron.cli.main import main
 from mt_megatron.scan.format.permissions import MARK, group_may_read, set_group_readable
 from mt_megatron.scan.format.run_files import (
     belongs_to,
+    changing,
     make_private_folder,
-    open_lock,
     run_files,
     write_private,
 )
@@ -63,7 +63,8 @@ def make_everything(run: Path, *, group_readable: bool) -> None:
     with Alerts(files.root, say=lambda _: None) as alerts:
         alerts.finding(ONE, named_at_step=1)
     write_report(run)
-    open_lock(files.root / ".control.lock").close()
+    with changing(files.control):
+        pass
     assert main(["scan", "level", str(run), "full"]) == 0
     assert main(["scan", "trace", str(run)]) == 0
 

@@ -74,17 +74,31 @@ def test_what_an_earlier_run_left_is_not_obeyed(spool: Spool, tmp_path: Path) ->
     assert spool.look() == []
 
 
+@pytest.mark.parametrize("link", ["commands", "results"])
+def test_a_link_in_place_of_its_folder_leaves_the_target_alone(tmp_path: Path, link: str) -> None:
+    target, folder = tmp_path / "target", tmp_path / "scope"
+    for each in (target, folder):
+        each.mkdir(mode=0o755)
+    (target / "mine.json").write_text("{}")
+    (folder / link).symlink_to(target)
+    spool = Spool(folder)
+    with pytest.raises(OSError, match="Not a directory|symbolic"):
+        spool.open()
+    assert spool.look() == []
+    assert (target / "mine.json").exists() and target.stat().st_mode & 0o777 == 0o755
+
+
 def test_a_command_that_comes_while_the_folder_is_made_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    chmod = os.chmod
+    mkdir = Path.mkdir
 
-    def left_meanwhile(path: Path, mode: int) -> None:
-        chmod(path, mode)
+    def left_meanwhile(path: Path, **options: Any) -> None:
+        mkdir(path, **options)
         if path.name == "commands":
             leave(tmp_path, "pause", {})
 
-    monkeypatch.setattr(os, "chmod", left_meanwhile)
+    monkeypatch.setattr(Path, "mkdir", left_meanwhile)
     spool = Spool(tmp_path)
     spool.open()
     assert [each["do"] for each in spool.look()] == ["pause"]

@@ -15,9 +15,9 @@ import pytest
 from mt_megatron.errors import ConfigError
 from mt_megatron.scope.control.commands import leave
 from mt_megatron.scope.control.control import Control
-from mt_megatron.scope.lab.audit import read_audit
 from mt_megatron.scope.lab.lab import Lab, _Armed
 from mt_megatron.scope.lab.specification import perturbation_from
+from mt_megatron.scope.recording.audit import read_audit
 from mt_megatron.scope.recording.checks import checked
 from mt_megatron.scope.session import Session
 from mt_megatron.seams import events
@@ -212,7 +212,9 @@ def test_commands_and_answers_are_audited(tmp_path: Path) -> None:
         run.put("pause")
         run.put("resume")
         assert run.step()
-        whats = [(each["what"], each.get("do"), each["step"]) for each in read_audit(tmp_path)]
+        whats = [
+            (each["what"], each.get("do"), each["step"]) for each in read_audit(tmp_path / "audit.jsonl")
+        ]
         assert whats == [("command", "pause", 1), ("command", "resume", 1)]
         assert (tmp_path / "audit.jsonl").stat().st_mode & 0o777 == 0o600
         assert any(thread.name == "scope-commands" for thread in threading.enumerate())

@@ -374,14 +374,14 @@ def promptly(count: int, seed: int) -> dict[str, Any]:
         asked: dict[str, tuple[int, float]] = {}
         began: dict[str, tuple[int, float]] = {}
         waiting: list[str] = []
-        note = run.lab._audit.note
+        write = run.lab._audit.write
 
-        def audited(what: str, step: int, **values: Any) -> None:
+        def audited(what: str, **values: Any) -> None:
             if what == "acts":
-                began[values["id"]] = step + 1, time.monotonic()
-            note(what, step, **values)
+                began[values["id"]] = values["step"] + 1, time.monotonic()
+            write(what, **values)
 
-        run.lab._audit.note = audited  # type: ignore[method-assign]
+        run.lab._audit.write = audited  # type: ignore[method-assign]
 
         def command(name: str) -> None:
             if run.job.rank == 0:

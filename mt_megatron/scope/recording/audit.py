@@ -1,4 +1,8 @@
-"""``RUN/scope/audit.jsonl``: who opened the page, what was refused, what was commanded."""
+"""``RUN/scope/audit.jsonl``: commands, refusals, sessions of the page, what the lab does; an object a line.
+
+Rank 0 and each server of the page append to it: ``time_unix_ns``, ``what``, ``user`` (the process's) and
+facts of the event, such as ``step``.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +12,12 @@ import json
 import os
 import threading
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from mt_megatron.checkpoint.file_locks import BUSY
+from mt_megatron.scan.format.permissions import make_private_folder, open_private
 
 MOST_BYTES = 8 * 2**20
 """Of the file; the one before it is kept as ``audit.jsonl.1``."""
@@ -23,16 +29,17 @@ UNWRITTEN = frozenset({"hold", "status"})
 """Commands without a line: an open page repeats them, and they change nothing but how long a pause lasts."""
 
 _LONGEST = 200
-_APPENDING = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+_APPENDING = os.O_WRONLY | os.O_APPEND | os.O_CREAT
 
 
 class Audit:
     """Appends lines of JSON. A file that cannot be written costs the line and nothing else: ``lost`` counts
-    them."""
+    them, and the first is said."""
 
-    def __init__(self, path: Path | None) -> None:
+    def __init__(self, path: Path | None, say: Callable[[str], None] = lambda _: None) -> None:
         """``path`` None keeps no log."""
         self._path = path
+        self._say = say
         self._lock = threading.Lock()
         self._minute = 0
         self._refused = 0
@@ -41,7 +48,7 @@ class Audit:
     def write(self, what: str, **facts: Any) -> None:
         """One line: time, ``what`` and ``facts``."""
         with self._lock:
-            self._append({"time": time.time(), "what": what, **facts})
+            self._append(what, facts)
 
     def refused(self, why: str, **facts: Any) -> None:
         """A line about a request that was refused; texts from outside are cut, and a flood is counted."""
@@ -50,29 +57,32 @@ class Audit:
             if minute != self._minute:
                 left_out = self._refused - REFUSALS_PER_MINUTE
                 if left_out > 0:
-                    self._append({"time": time.time(), "what": "refused", "why": "flood", "more": left_out})
+                    self._append("refused", {"why": "flood", "more": left_out})
                 self._minute, self._refused = minute, 0
             self._refused += 1
             if self._refused <= REFUSALS_PER_MINUTE:
-                shown = {key: _cut(value) for key, value in facts.items()}
-                self._append({"time": time.time(), "what": "refused", "why": why, **shown})
+                self._append("refused", {"why": why, **{key: _cut(value) for key, value in facts.items()}})
 
-    def _append(self, row: dict[str, Any]) -> None:
+    def _append(self, what: str, facts: Mapping[str, Any]) -> None:
         if self._path is None:
             return
+        row = {"time_unix_ns": time.time_ns(), "what": what, "user": os.getuid(), **facts}
         line = (json.dumps(row, ensure_ascii=True, default=str) + "\n").encode()
         try:
-            handle = os.open(self._path, _APPENDING, 0o600)
+            make_private_folder(self._path.parent)
+            handle = open_private(self._path, _APPENDING)
             try:
                 if os.fstat(handle).st_size + len(line) > MOST_BYTES and _put_aside(self._path, handle):
                     # Opened before the other is closed: one that fails here is closed once, below.
-                    old, handle = handle, os.open(self._path, _APPENDING, 0o600)
+                    old, handle = handle, open_private(self._path, _APPENDING)
                     os.close(old)
                 os.write(handle, line)
             finally:
                 os.close(handle)
-        except OSError:
+        except OSError as error:
             self.lost += 1
+            if self.lost == 1:
+                self._say(f"scope: {self._path} cannot be written, training goes on: {error}")
 
 
 def _put_aside(path: Path, handle: int) -> bool:
@@ -93,3 +103,19 @@ def _put_aside(path: Path, handle: int) -> bool:
 
 def _cut(value: Any) -> Any:
     return value[:_LONGEST] if isinstance(value, str) else value
+
+
+def read_audit(path: Path) -> list[Mapping[str, Any]]:
+    """Lines of the file ``path`` and of the one put aside before it, oldest first; what is no JSON object is
+    left out."""
+    found: list[Mapping[str, Any]] = []
+    for each in (path.with_name(path.name + ".1"), path):
+        try:
+            lines = each.read_text(encoding="utf-8").splitlines()
+        except OSError:
+            continue
+        for line in lines:
+            with contextlib.suppress(ValueError):
+                record = json.loads(line)
+                found += [record] if isinstance(record, dict) else []
+    return found
