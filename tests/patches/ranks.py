@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 import mt_megatron
+from mt_megatron.backends.distributed.namespace import shared_groups
 from mt_megatron.parallel import rank_layout
 
 
@@ -123,12 +124,13 @@ def start_and_leave(times: int) -> int:
     failed = 0
     for _ in range(times):
         try:
-            parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+            with shared_groups():
+                # Only the caller holds it, so it is closed by the next line.
+                dist.destroy_process_group(parallel_state.torch.distributed.new_group([0, 1]))  # type: ignore[attr-defined]
         except RuntimeError as error:
             if "connectFullMesh" not in str(error):
                 raise
             failed += 1
-        parallel_state.destroy_model_parallel()
         dist.barrier()
     ended.set()
     return failed
