@@ -200,7 +200,11 @@ prepare_data() {
     if [[ -n ${MAX_TOKENS:-} ]]; then options+=(--max-tokens "$MAX_TOKENS"); fi
     if [[ -n ${DATA_DIR:-} ]]; then RUN_NAME="$MODEL-$(basename "$DATA_DIR")"; fi
     DATA_DIR="${DATA_DIR:-$REPO_ROOT/data/$name}"
-    act "${SHOWN_PYTHON:-$PYTHON}" -m mt_megatron.cli prepare --output "$DATA_DIR" "${options[@]}" || exit 1
+    act "${SHOWN_PYTHON:-$PYTHON}" -m mt_megatron.cli prepare --output "$DATA_DIR" "${options[@]}" || {
+        # Its advice names the options of the command.
+        say "here --corpus is CORPUS=${CORPUS:-}, --output DATA_DIR=$DATA_DIR, --vocab-size VOCAB_SIZE, --max-tokens MAX_TOKENS; for --force remove $DATA_DIR, for preprocess name its data with --train-data-path"
+        exit 1
+    }
     DATA_ARGUMENTS=(
         --train-data-path "$DATA_DIR/train"
         --valid-data-path "$DATA_DIR/valid"
@@ -245,7 +249,7 @@ Variables:
   MODEL            a file of $FAMILY_DIR without .yaml: $(model_names)
                    ($CPU_MODEL on a CPU, $ACCELERATOR_MODEL otherwise)
   BACKEND          auto, cpu, cuda, musa (auto)
-  CORPUS           folder, .jsonl or text file to train on (Python's standard library)
+  CORPUS           folder or file to train on: text, JSON lines, Parquet (Python's standard library)
   VOCAB_SIZE       tokens of the BPE that is trained on it (4096)
   MAX_TOKENS       limit of training tokens taken from it, 0 for none (10000000)
   DATA_DIR         where the prepared data is or goes (data/NAME in the repository)

@@ -41,9 +41,9 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "--corpus",
         type=Path,
         metavar="PATH",
-        help="a folder of texts (one document a file), a .jsonl file (a document a line under the key "
-        "'text'; for another key or several use mt-megatron preprocess --json-keys) or one text file, all in "
-        "UTF-8; default: Python's standard library",
+        help="a folder or a file, in UTF-8: text (one document a file), JSON lines (.jsonl, .json, .ndjson) "
+        "and Parquet (a document a line or row under the key 'text'; for other keys use mt-megatron "
+        "preprocess --json-keys), also .gz and .zst; default: Python's standard library",
     )
     add(
         "--vocab-size",

@@ -13,8 +13,8 @@ from mt_megatron.checkpoint.files import latest_checkpoint, read_manifest, resol
 from mt_megatron.config.field_kinds import Kind, changes
 from mt_megatron.config.model_change import OVERRIDE, flat, notes, refused
 from mt_megatron.config.schema import TrainingConfig
+from mt_megatron.data.loader.content_digest import content_digest
 from mt_megatron.data.loader.tokenizer import TokenizerLike, load_tokenizer
-from mt_megatron.data.prepare.indexed_files import content_digest
 from mt_megatron.data.prepare.sidecar import looking_for_ends
 from mt_megatron.errors import CheckpointError, ConfigError
 from mt_megatron.fp8.kernels import chosen

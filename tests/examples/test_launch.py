@@ -213,6 +213,13 @@ def test_a_runs_folder_follows_its_corpus(corpus: Path, tmp_path: Path) -> None:
     assert folders == ["llama3_tiny", f"llama3_tiny-{corpus.name}", "llama3_tiny-made"]
 
 
+def test_advice_about_data_is_in_words_of_the_script(tmp_path: Path) -> None:
+    (tmp_path / "c.json").write_text('[{"text": "a"}]')
+    shown = _launch(CORPUS=str(tmp_path / "c.json"), DATA_DIR=str(tmp_path / "made"))
+    assert shown.returncode == 1 and "jq -c '.[]'" in shown.stderr
+    assert f"--corpus is CORPUS={tmp_path}/c.json, --output DATA_DIR={tmp_path}/made" in shown.stderr
+
+
 def test_named_data_and_folders_replace_the_scripts_own(tmp_path: Path) -> None:
     shown = _launch("--dry-run", "--train-data-path", "mine/train", "--save=elsewhere", MAX_RESTARTS="3")
     (run,) = shown.stdout.splitlines()

@@ -2,6 +2,8 @@
 
 batches                  which samples each data-parallel rank gets, in which order: a pure function
                          of the samples consumed
+content_digest           a digest of data files that copies in other folders share, without reading
+                         them whole
 datasets                 Megatron's own GPT datasets and blends, from file prefixes, with an index
                          cache that cannot go stale
 queue_depth              how many micro-batches the loader's workers have ready: near none, the

@@ -23,8 +23,8 @@ import torch
 
 from mt_megatron.checkpoint.file_locks import BUSY
 from mt_megatron.config.schema import DataConfig
+from mt_megatron.data.loader.content_digest import content_digest
 from mt_megatron.data.loader.tokenizer import TokenizerLike
-from mt_megatron.data.prepare.indexed_files import content_digest
 from mt_megatron.errors import DataError
 
 logger = logging.getLogger("mt_megatron")

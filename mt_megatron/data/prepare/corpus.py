@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-import json
-import os
+import sys
 import sysconfig
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from mt_megatron.data.prepare.findings import LEFT_OUT, Finding, bad_share, summary_of
+from mt_megatron.data.prepare.inputs import file_format, folder_files, input_file, units
+from mt_megatron.data.prepare.preprocess_options import PreprocessOptions
+from mt_megatron.data.prepare.reading import Reading, ShardReader
 from mt_megatron.errors import DataError
 
 DEFAULT_VOCAB_SIZE = 4096
@@ -20,7 +24,12 @@ DEFAULT_VALIDATION_FRACTION = 0.05
 Split = Literal["train", "valid"]
 
 _PIECE = 64 * 1024
-_LEFT_OUT_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__", "node_modules"})
+_READING = Reading(
+    keys=("text",),
+    max_document_bytes=PreprocessOptions.max_document_bytes,
+    text_documents="file",
+    shard_bytes=sys.maxsize,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +89,7 @@ class Source:
 def standard_library() -> Source:
     """The source of the running Python's standard library: real text that every machine has."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    source = _folder(root, label="python-standard-library", suffix=".py")
+    source = _folder(root, label="python-standard-library", suffix=".py", follow_links=False)
     if not source.files:
         raise DataError(
             f"found no .py files in {root}; this Python comes without library source: give --corpus PATH"
@@ -89,8 +98,8 @@ def standard_library() -> Source:
 
 
 def open_source(path: Path | None) -> Source:
-    """The corpus at ``path``: a folder (every file below it, hidden ones and symbolic links left
-    out), one ``.jsonl`` file, or one text file. None: the standard library.
+    """The corpus at ``path``: a folder (every file below it, hidden ones left out) or one file. None: the
+    standard library.
 
     Raises ``DataError`` when there is nothing to read.
     """
@@ -104,23 +113,30 @@ def open_source(path: Path | None) -> Source:
         return source
     if path.is_file():
         return Source(label=str(path), root=path.parent, files=(path,), named_file=True)
-    raise DataError(f"found nothing at {path}; expected a folder, a .jsonl file or a text file")
+    raise DataError(f"found nothing at {path}; expected a folder or a file")
 
 
 def read_documents(source: Source, skipped: list[Skipped]) -> Iterator[Document]:
     """Every document of ``source`` in order; what cannot be used is appended to ``skipped``.
 
-    A file is a document. A ``.jsonl`` file holds one document a line, under the key ``text``. A
-    text file that was named is cut at line ends into documents of about 64 KiB, so that
-    there is something to hold out. Files that are not UTF-8 and empty documents are skipped.
+    A file is a document. JSON lines and Parquet files (``inputs.file_format``) hold one document a line or
+    row, under the key ``text``. A text file that was named is cut at line ends into documents of about
+    64 KiB, so that there is something to hold out. What is bad or empty is skipped.
 
-    Raises ``DataError`` for a line of a ``.jsonl`` file that is not such an object, and for one file that
-    was named and cannot be used.
+    Raises ``DataError`` where more of such files is bad or lost than ``preprocess`` allows, and for one file
+    that was named and cannot be used.
     """
+    found: list[Finding] = []
+    reader, documents = ShardReader(_READING, found.append), 0
     for file in source.files:
-        name = source.relative(file)
-        if file.suffix == ".jsonl":
-            yield from _json_lines(file, name, skipped)
+        name, first = source.relative(file), len(found)
+        kind, compression = file_format(file.name)
+        if kind != "text" or compression:
+            for document in _records(reader, file, name):
+                documents += 1
+                whole = source.named_file and kind == "text"
+                yield from _pieces(name, document.text) if whole else [document]
+            skipped += [_skipped(each, name) for each in found[first:] if each.kind in LEFT_OUT]
             continue
         try:
             # Not read_text: it would turn every CRLF into LF, and the text is to be taken as it is.
@@ -140,7 +156,15 @@ def read_documents(source: Source, skipped: list[Skipped]) -> Iterator[Document]
         elif source.named_file:
             yield from _pieces(name, text)
         else:
+            documents += 1
             yield Document(name=name, text=text)
+    reader.close()
+    _judge(source, [each for each in found if each.kind in LEFT_OUT], documents)
+
+
+def _skipped(finding: Finding, name: str) -> Skipped:
+    reason = finding.kind if finding.kind == "empty" else LEFT_OUT[finding.kind]
+    return Skipped(name=name if finding.at is None else f"{name}:{finding.at}", reason=reason)
 
 
 def split_of(name: str, validation_fraction: float) -> Split:
@@ -151,23 +175,8 @@ def split_of(name: str, validation_fraction: float) -> Split:
     return "valid" if bucket < validation_fraction * 2.0**64 else "train"
 
 
-def folder_files(root: Path, *, suffix: str) -> list[Path]:
-    """Every file below ``root`` whose name ends with ``suffix``, in no order; hidden ones, symbolic
-    links and folders of installed packages are left out."""
-    files = []
-    for folder, names, entries in os.walk(root):
-        # In place: it tells the walk which folders to enter.
-        names[:] = [n for n in names if n not in _LEFT_OUT_FOLDERS and not n.startswith(".")]
-        for entry in entries:
-            file = Path(folder) / entry
-            wanted = entry.endswith(suffix) and not entry.startswith(".")
-            if wanted and file.is_file() and not file.is_symlink():
-                files.append(file)
-    return files
-
-
-def _folder(root: Path, *, label: str, suffix: str) -> Source:
-    files = folder_files(root, suffix=suffix)
+def _folder(root: Path, *, label: str, suffix: str, follow_links: bool = True) -> Source:
+    files = folder_files(root, suffix=suffix, follow_links=follow_links)
     files.sort(key=lambda file: _order(file.relative_to(root).as_posix()))
     return Source(label=label, root=root, files=tuple(files))
 
@@ -177,38 +186,26 @@ def _order(name: str) -> tuple[bytes, str]:
     return hashlib.sha256(b"order\0" + name.encode(errors="surrogateescape")).digest(), name
 
 
-def _json_lines(file: Path, name: str, skipped: list[Skipped]) -> Iterator[Document]:
-    with file.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                record = json.loads(line)
-            except ValueError as error:
-                raise DataError(
-                    f"{file}, line {number}: not JSON ({error}); expected an object a line"
-                ) from error
-            if not isinstance(record, dict) or not isinstance(record.get("text"), str):
-                raise DataError(
-                    f"{file}, line {number}: expected an object with a string under the key 'text'; "
-                    "for another key: mt-megatron preprocess --json-keys KEY"
-                )
-            if _lone_surrogate(record["text"]):
-                skipped.append(
-                    Skipped(name=f"{name}:{number}", reason="not UTF-8 (half of a surrogate pair)")
-                )
-            elif record["text"].strip():
-                yield Document(name=f"{name}:{number}", text=record["text"])
-            else:
-                skipped.append(Skipped(name=f"{name}:{number}", reason="empty"))
+def _records(reader: ShardReader, file: Path, name: str) -> Iterator[Document]:
+    """The documents of a file that is not plain text, as ``preprocess`` reads it."""
+    (unit,) = units([input_file(str(file), None)], sys.maxsize, text_documents="file")
+    number = 0
+    for shard in range(unit.shards or 1):
+        for (text,) in reader.read(unit, shard):
+            number += 1
+            yield Document(name=f"{name}:{reader.lines or number}", text=text)
 
 
-def _lone_surrogate(text: str) -> bool:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        return True
-    return False
+def _judge(source: Source, found: list[Finding], documents: int) -> None:
+    counts = Counter(each.kind for each in found)
+    lost, total = sum(each.lost_bytes for each in found), sum(file.stat().st_size for file in source.files)
+    if bad_share(counts, documents, lost_bytes=lost, total_bytes=total) > PreprocessOptions.max_bad_share:
+        said = "".join(f"\n- {each.line()}" for each in found[:5])
+        raise DataError(
+            f"{source.label}: too much of it is bad or lost ({summary_of(counts)}); expected documents under "
+            f"the key 'text', an object a line in JSON lines, a row in Parquet.{said}\nMend the files; for "
+            "another key or limit: mt-megatron preprocess --json-keys KEY --max-bad-share X"
+        )
 
 
 def _pieces(name: str, text: str) -> Iterator[Document]:

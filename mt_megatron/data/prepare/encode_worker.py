@@ -52,12 +52,13 @@ class ShardWriter:
             shard_bytes=setup["shard_bytes"],
         )
         self._counts: Counter[str] = Counter()
+        self._lost_bytes = 0
         self._findings: Any = None
         self._reader = ShardReader(self._reading, self._record)
 
     def write(self, name: str, unit: Unit, shard: int) -> dict[str, Any]:
         """Make the shard's files; returns what ``NAME.json`` says."""
-        self._counts = Counter()
+        self._counts, self._lost_bytes = Counter(), 0
         keys = range(len(self._reading.keys))
         names = [f"{name}.{key}.{kind}" for key in keys for kind in ("bin", "lengths")] + [f"{name}.findings"]
         files = [(self._folder / f"{each}.part").open("wb") for each in names]
@@ -89,7 +90,7 @@ class ShardWriter:
             "lines": self._reader.lines if unit.kind == "lines" else 0,
             "ended": self._reader.ended,
             "disk_bytes": self._reader.disk_bytes,
-            "lost_bytes": self._reader.lost_bytes,
+            "lost_bytes": self._lost_bytes,
         }
         part = self._folder / f"{name}.json.part"
         part.write_text(json.dumps(summary))
@@ -98,6 +99,7 @@ class ShardWriter:
 
     def _record(self, finding: Finding) -> None:
         self._counts[finding.kind] += 1
+        self._lost_bytes += finding.lost_bytes
         # Names of files need not be UTF-8.
         self._findings.write(json.dumps(finding.as_dict()).encode() + b"\n")
 

@@ -55,6 +55,9 @@ class Finding:
     detail: str = ""
     """What exactly was found there."""
 
+    lost_bytes: int = 0
+    """About how many bytes of the file were not read because of it."""
+
     def as_dict(self) -> dict[str, Any]:
         """Plain types, for JSON."""
         return asdict(self)
@@ -63,7 +66,8 @@ class Finding:
         """One line for a person."""
         place = self.file if self.at is None else f"{self.file}, {self.unit} {self.at}"
         meaning = LEFT_OUT.get(self.kind) or KEPT[self.kind]
-        return f"{place}: {meaning}{f' ({self.detail})' if self.detail else ''}"
+        lost = f"; {self.lost_bytes:,} bytes were not read" if self.lost_bytes else ""
+        return f"{place}: {meaning}{f' ({self.detail})' if self.detail else ''}{lost}"
 
 
 def summary_of(counts: Mapping[str, int]) -> str:

@@ -7,7 +7,6 @@ borders, then int32 lengths, int64 byte offsets and int64 borders. Nothing here 
 
 from __future__ import annotations
 
-import hashlib
 import os
 import struct
 from array import array
@@ -32,8 +31,6 @@ _CODES: dict[int, type[np.generic]] = {
 }
 _LARGEST_UINT16_VOCABULARY = 65500
 _BLOCK = 1 << 16
-_ENDS = 1 << 16
-"""Bytes of a file's beginning and end by which copies of it are told apart."""
 
 Lengths = Callable[[], Iterable[npt.NDArray[np.int32]]]
 """Gives the lengths of all sequences in pieces; called more than once."""
@@ -183,18 +180,3 @@ def last_token(prefix: str) -> int | None:
     except (OSError, ValueError):
         return None
     return int(found[0]) if found.size else None
-
-
-def content_digest(prefixes: Iterable[str]) -> str:
-    """A digest of the sizes, beginnings and ends of both files of each of ``prefixes``, in their order; the
-    same for copies in other folders. Raises ``OSError``."""
-    digest = hashlib.sha256()
-    for prefix in prefixes:
-        for suffix in (".idx", ".bin"):
-            with open(prefix + suffix, "rb") as file:
-                size = file.seek(0, os.SEEK_END)
-                digest.update(size.to_bytes(8, "little"))
-                for at in (0, max(0, size - _ENDS)):
-                    file.seek(at)
-                    digest.update(file.read(_ENDS))
-    return digest.hexdigest()

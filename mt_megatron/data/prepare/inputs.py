@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from mt_megatron.data.prepare.corpus import folder_files
 from mt_megatron.data.prepare.streams import zstandard_module
 from mt_megatron.errors import DataError
 
@@ -22,6 +21,7 @@ _SUFFIXES: dict[str, Format] = {
     ".json": "jsonl",
     ".parquet": "parquet",
 }
+_LEFT_OUT_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__", "node_modules"})
 _SMALLEST, _LARGEST, _SHARDS = 512 << 10, 256 << 20, 128
 
 
@@ -67,17 +67,75 @@ class Unit:
     """How many shards it makes. None: known when the end of the compressed file is met."""
 
 
+def file_format(name: str) -> tuple[Format, str]:
+    """How the documents of a file of that name are found, and its compression: ``gz``, ``zst`` or empty."""
+    stem, suffix = os.path.splitext(name.lower())
+    compression = _COMPRESSIONS.get(suffix, "")
+    if compression:
+        suffix = os.path.splitext(stem)[1]
+    return _SUFFIXES.get(suffix, "text"), compression
+
+
+def folder_files(root: Path, *, suffix: str, follow_links: bool = True) -> list[Path]:
+    """Every file below ``root`` whose name ends with ``suffix``; hidden ones and folders of installed
+    packages are left out. Symbolic links are followed, each file and folder once: under its own name where
+    that lies below ``root``.
+
+    Raises ``DataError`` for a link that leads nowhere.
+    """
+    files: dict[str, Path] = {}
+    links: list[Path] = []
+    tops, seen = [str(root)], set[str]()
+    for top in tops:
+        for folder, names, entries in os.walk(top, onerror=_cannot_be_read):
+            # In place: it tells the walk which folders to enter.
+            names[:] = sorted(n for n in names if n not in _LEFT_OUT_FOLDERS and not n.startswith("."))
+            if os.path.realpath(folder) in seen:
+                names.clear()
+                continue
+            seen.add(os.path.realpath(folder))
+            below = [os.path.join(folder, name) for name in names]
+            tops += [each for each in below if follow_links and os.path.islink(each)]
+            for entry in sorted(entries):
+                file = Path(folder) / entry
+                if not entry.endswith(suffix) or entry.startswith("."):
+                    continue
+                if file.is_symlink():
+                    links.append(file)
+                elif file.is_file():
+                    files.setdefault(os.path.realpath(file), file)
+    for link in links if follow_links else []:
+        if _leads_somewhere(link).is_file():
+            files.setdefault(os.path.realpath(link), link)
+    return list(files.values())
+
+
+def _cannot_be_read(error: OSError) -> None:
+    raise DataError(
+        f"cannot read the folder {error.filename}: {error.strerror}. Allow it, or name other input"
+    )
+
+
+def _leads_somewhere(path: Path) -> Path:
+    if path.is_symlink() and not path.exists():
+        raise DataError(
+            f"{path} is a symbolic link to {os.readlink(path)}, which does not exist; expected a file. "
+            "Restore it, or remove the link"
+        )
+    return path
+
+
 def find_inputs(
     inputs: Sequence[str], forced: Format | None, is_output: Callable[[str], bool] = lambda path: False
 ) -> list[InputFile]:
     """The files that ``inputs`` (files, folders, globs) name, in their order; each once.
 
-    A folder gives every file below it by name, hidden ones and symbolic links left out; a glob its
+    A folder gives every file below it by name (``folder_files``); a glob its
     matches by name; of both, absolute paths for which ``is_output`` is true are left out. The format
     follows from the name (``.jsonl``, ``.json``, ``.ndjson``, ``.parquet``, anything else is text; then
     ``.gz`` or ``.zst``) unless ``forced``.
 
-    Raises ``DataError`` for an input that names nothing and for a file that is named twice.
+    Raises ``DataError`` for an input that names nothing and for a file that is named twice, also by a link.
     """
     found: dict[str, InputFile] = {}
     for given in inputs:
@@ -88,10 +146,10 @@ def find_inputs(
                 "that matches some"
             )
         for path in paths:
-            name = os.path.abspath(path)
-            if name in found:
+            name, place = os.path.abspath(path), os.path.realpath(path)
+            if place in found:
                 raise DataError(f"the input {name} is named twice; its documents would be in the data twice")
-            found[name] = _input_file(name, forced)
+            found[place] = input_file(name, forced)
     return list(found.values())
 
 
@@ -144,18 +202,21 @@ def _paths(given: str, is_output: Callable[[str], bool]) -> list[str]:
     elif path.is_file():
         return [given]
     elif glob.has_magic(given):
-        found = sorted(each for each in glob.glob(given, recursive=True) if os.path.isfile(each))
+        found = [
+            each
+            for each in sorted(glob.glob(given, recursive=True))
+            if _leads_somewhere(Path(each)).is_file()
+        ]
     else:
         return []
     return [each for each in found if not is_output(os.path.abspath(each))]
 
 
-def _input_file(path: str, forced: Format | None) -> InputFile:
-    stem, suffix = os.path.splitext(path)
-    compression = _COMPRESSIONS.get(suffix.lower(), "")
-    if compression:
-        suffix = os.path.splitext(stem)[1]
-    kind = forced or _SUFFIXES.get(suffix.lower(), "text")
+def input_file(path: str, forced: Format | None) -> InputFile:
+    """The file at ``path``, in the format ``forced`` or that of its name. Raises ``DataError`` where that
+    cannot be read."""
+    named, compression = file_format(path)
+    kind = forced or named
     if compression == "zst":
         zstandard_module()  # Said now, and not by a worker later.
     if kind == "parquet" and compression:

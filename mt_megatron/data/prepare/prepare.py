@@ -115,7 +115,7 @@ def prepare_corpus(
 ) -> Corpus:
     """Write ``tokenizer.json``, ``train.bin/.idx``, ``valid.bin/.idx`` and ``corpus.json`` to ``output_dir``.
 
-    ``corpus``: a folder, a ``.jsonl`` or a text file; None is the running Python's standard
+    ``corpus``: a folder or a file of text, JSON lines or Parquet; None is the running Python's standard
     library. Documents are held out by the hash of their name. The tokenizer is trained on the
     training documents only, or taken from ``tokenizer`` (then ``vocab_size`` is not used); of a
     folder, its further files (``TOKENIZER_FILES``) are copied as well. Reading stops after the
@@ -400,9 +400,9 @@ def _put_in_place(building: Path, directory: Path, manifest: dict[str, Any]) -> 
 def _skipped_line(skipped: Sequence[Skipped]) -> str:
     if not skipped:
         return "nothing skipped"
-    unreadable = [entry.name for entry in skipped if entry.reason != "empty"]
-    named = f": {', '.join(unreadable[:5])}{' ...' if len(unreadable) > 5 else ''}" if unreadable else ""
-    return f"skipped {len(skipped) - len(unreadable)} empty and {len(unreadable)} not in UTF-8{named}"
+    bad = [f"{entry.name} ({entry.reason})" for entry in skipped if entry.reason != "empty"]
+    named = f": {', '.join(bad[:5])}{' ...' if len(bad) > 5 else ''}" if bad else ""
+    return f"skipped {len(skipped) - len(bad)} empty and {len(bad)} bad{named}"
 
 
 def _training_texts(source: Source, fraction: float, advance: Advance) -> Iterator[str]:
@@ -417,7 +417,9 @@ def _training_texts(source: Source, fraction: float, advance: Advance) -> Iterat
             left -= len(document.text)
             if left <= 0:
                 break
-        advance(max(done, int(total * (1 - left / _TOKENIZER_CHARACTERS))), total, used, 0)
+        # Compressed files hold more than their size.
+        reached = max(done, int(total * (1 - left / _TOKENIZER_CHARACTERS)))
+        advance(min(total, reached), total, used, 0)
     if not used:
         named = "; ".join(f"{entry.name}: {entry.reason}" for entry in skipped[:5])
         raise DataError(
@@ -454,7 +456,8 @@ def _encode(
         done += len(document.text.encode())
         # Whichever ends the pass first: the text, or the limit on tokens.
         share = 0.0 if limit is None else tokens["train"] / limit
-        advance(max(done, int(total * min(1.0, share))), total, sum(documents.values()), tokens["train"])
+        reached = min(total, max(done, int(total * min(1.0, share))))
+        advance(reached, total, sum(documents.values()), tokens["train"])
         if limit is not None and tokens["train"] >= limit:
             break
     for split in splits:

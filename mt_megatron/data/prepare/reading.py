@@ -54,12 +54,10 @@ class ShardReader:
         """Whether the file ends with or before the shard read last."""
         self.disk_bytes = 0
         """About how many bytes of the disk the shard read last took."""
-        self.lost_bytes = 0
-        """About how many bytes of the disk were not read after a break in the shard read last."""
 
     def read(self, unit: Unit, shard: int) -> Iterator[Texts]:
         """Every document of shard ``shard`` of ``unit``; the rest is recorded."""
-        self.lines, self.ended, self.disk_bytes, self.lost_bytes = 0, False, 0, 0
+        self.lines, self.ended, self.disk_bytes = 0, False, 0
         if unit.kind == "files":
             for file in unit.files:
                 yield from self._whole(file)
@@ -77,18 +75,16 @@ class ShardReader:
             self._stream.close()
             self._stream = None
 
-    def _found(self, kind: str, file: InputFile, at: int | None = None, detail: str = "") -> None:
+    def _found(
+        self, kind: str, file: InputFile, at: int | None = None, detail: str = "", *, lost: int = 0
+    ) -> None:
         unit = "row" if file.format == "parquet" else "line"
-        self._record(Finding(kind=kind, file=file.path, at=at, unit=unit, detail=detail))
+        self._record(Finding(kind=kind, file=file.path, at=at, unit=unit, detail=detail, lost_bytes=lost))
 
     def _broken(self, file: InputFile, error: Exception, lost: int, detail: str = "") -> None:
         kinds = {Truncated: "truncated", Damaged: "damaged"}
         text = getattr(error, "strerror", None) or str(error)
-        self._lost(kinds.get(type(error), "unreadable"), file, lost, f"{text}{detail}")
-
-    def _lost(self, kind: str, file: InputFile, lost: int, detail: str) -> None:
-        self.lost_bytes += lost
-        self._found(kind, file, detail=f"{detail}; {lost:,} of {file.size:,} bytes were not read")
+        self._found(kinds.get(type(error), "unreadable"), file, detail=f"{text}{detail}", lost=lost)
 
     def _whole(self, file: InputFile) -> Iterator[Texts]:
         limit = self._reading.max_document_bytes
@@ -189,10 +185,10 @@ class ShardReader:
             return None
         except (ValueError, RecursionError) as error:
             cut = "" if line.endswith(b"\n") else "; the file ends within this line"
-            self._found("broken_json", file, number, f"{error}{cut}")
+            self._found("broken_json", file, number, f"{error}{cut}{_to_lines(line)}")
             return None
         if not isinstance(record, dict):
-            self._found("not_an_object", file, number, type(record).__name__)
+            self._found("not_an_object", file, number, type(record).__name__ + _to_lines(line))
             return None
         return self._values([record.get(key) for key in self._reading.keys], file, number)
 
@@ -227,7 +223,7 @@ class ShardReader:
                 if missing:
                     names = ", ".join(opened.schema_arrow.names)
                     said = f"no column {missing[0]!r}; it has {names}"
-                    self._lost("missing_key", file, file.size * rows // max(1, total), said)
+                    self._found("missing_key", file, detail=said, lost=file.size * rows // max(1, total))
                     return
                 batches = opened.iter_batches(
                     batch_size=_ROWS, row_groups=[group], columns=list(self._reading.keys), use_threads=False
@@ -243,7 +239,7 @@ class ShardReader:
             # pyarrow's own errors are ValueErrors or OSErrors: no footer, bad pages, bad checksums.
             cut = "magic" in str(error).lower() or "too small" in str(error).lower()
             lost = file.size * (rows - row) // max(1, total)
-            self._lost("truncated" if cut else "damaged", file, lost, str(error).splitlines()[0])
+            self._found("truncated" if cut else "damaged", file, detail=str(error).splitlines()[0], lost=lost)
 
     def _of_row(self, columns: list[Any], index: int, file: InputFile, number: int) -> Texts | None:
         try:
@@ -286,6 +282,14 @@ class ShardReader:
             self._stream = LineStream(file.path, file.compression)
         self._place = (file.path, shard)
         return self._stream
+
+
+def _to_lines(line: bytes) -> str:
+    """How a file with such a line becomes JSON lines."""
+    start = line.strip()
+    if start.startswith(b"["):
+        return "; jq -c '.[]' FILE writes the objects of an array, one a line"
+    return "; jq -c . FILE writes an object a line" if start == b"{" else ""
 
 
 def _lone_surrogate(text: str) -> bool:
