@@ -12,7 +12,7 @@ from typing import Any
 import hypothesis
 import pytest
 
-from tests import index_cache
+from tests import index_cache, tolerances
 from tests.fork_server import FOLDER, installed_here, new_folder
 from tests.soak import SoakReport
 
@@ -48,6 +48,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if FOLDER not in os.environ:  # which workers inherit
         os.environ[FOLDER] = str(new_folder())
         config.add_cleanup(_leave_servers)
+    tolerances.install()
     config.addinivalue_line("markers", "daily: proves the port and hardly ever fails, only run with --all")
     config.addinivalue_line("markers", "soak: acceptance volumes, only run with --soak")
     config.addinivalue_line("markers", "backend(name): needs this backend's device, only run with --backend")
@@ -126,3 +127,11 @@ def _wanted(item: pytest.Item, config: pytest.Config) -> bool:
         return False
     needed = item.get_closest_marker("backend")
     return needed is None or needed.args[0] == config.getoption("--backend")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if tolerances.FOLDER in os.environ:
+        lines = tolerances.summary()
+        terminalreporter.section(f"{len(lines)} comparisons use more than half of their tolerance")
+        for line in lines:
+            terminalreporter.write_line(line)

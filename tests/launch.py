@@ -24,6 +24,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from tests import tolerances
 from tests.second_lane import DAILY
 
 if TYPE_CHECKING:
@@ -284,6 +285,7 @@ def _child(folder: Path) -> None:
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=False)
     _leave_when_parent_dies()
+    tolerances.install()
     call = json.loads((folder / "call.json").read_text())
     module, _, name = call["target"].partition(":")
     result = getattr(importlib.import_module(module), name)(*call["args"])
