@@ -86,11 +86,44 @@ class DeviceTranslator:
         return str(device) if isinstance(value, str) else device
 
 
+def on_device(moved: Any, given: Any) -> Any:
+    """``moved``, what a copy of the tensor ``given`` to the device returned. Host and device share memory on
+    the CPU, so that it can be ``given`` itself. It is a copy where elements of ``given`` share memory, which
+    no copy on a GPU does: a write to one of them would change others. A tensor that needs a gradient stays
+    itself, a leaf above all."""
+    shared = moved is given and given.device.type == "cpu" and not given.requires_grad
+    if shared and _overlaps_itself(given):
+        return given.clone()
+    return moved
+
+
+def _overlaps_itself(tensor: torch.Tensor) -> bool:
+    if tensor.layout is not torch.strided or not tensor.numel():
+        return False
+    dims = sorted((step, size) for size, step in zip(tensor.shape, tensor.stride(), strict=True) if size > 1)
+    reach = 0
+    for step, size in dims:
+        if step <= reach:
+            break
+        reach += step * (size - 1)
+    else:
+        return False
+    if not dims[0][0]:
+        return True
+    offsets = torch.zeros((), dtype=torch.int64)
+    for step, size in dims:
+        offsets = offsets.unsqueeze(-1) + torch.arange(size) * step
+    return offsets.unique().numel() < tensor.numel()
+
+
 def _factory(function: Callable[..., Any], translator: DeviceTranslator) -> Callable[..., Any]:
     @functools.wraps(function)
     def translated(*args: Any, **kwargs: Any) -> Any:
+        given = args[0] if args and isinstance(args[0], torch.Tensor) else None
+        to_device = kwargs.get("device") not in (None, "cpu") or any(map(translator.is_foreign, args))
         args, kwargs = translator.arguments(args, kwargs)
-        return function(*args, **kwargs)
+        made = function(*args, **kwargs)
+        return on_device(made, given) if to_device and given is not None else made
 
     return translated
 

@@ -260,3 +260,50 @@ def test_forking_the_tracker_says_nothing_of_the_cpu_generator_and_other_warning
         mt_megatron.unpatch(); tracker.reset()
         assert mrandom.logging is logging
     """)
+
+
+def test_what_overlaps_itself_is_copied_to_the_device() -> None:
+    run("""
+        import mt_megatron; mt_megatron.patch("cpu")
+        import itertools, random
+        __name__ = "megatron.here"
+        from megatron.probe import torch
+        ways = [lambda x: x.cuda(), lambda x: x.cuda(0), lambda x: x.to("cuda"), lambda x: x.to(0),
+                lambda x: x.to(device="cuda"), lambda x: x.to(torch.device("cuda")), lambda x: x.pin_memory(),
+                lambda x: x.to(torch.ones(1, dtype=x.dtype)), lambda x: x.type("torch.cuda.LongTensor"),
+                lambda x: x.type(torch.cuda.LongTensor),
+                lambda x: torch.as_tensor(x, device="cuda"), lambda x: torch.asarray(x, device=0)]
+        def draw():
+            row = torch.arange(8)
+            yield from (row.expand(5, 8), row[:1].expand(3), row.unfold(0, 4, 2), row.unfold(0, 2, 2), row)
+            yield from (row[::3], row.view(2, 4).T, row[:1].expand(1), row[:0].expand(5, 0))
+            yield torch.as_strided(row, (3, 2), (2, 3))
+            for _ in range(200):
+                shape = [random.randint(0, 4) for _ in range(random.randint(1, 4))]
+                yield torch.as_strided(torch.arange(64), shape, [random.randint(0, 6) for _ in shape])
+        random.seed(7)
+        copied = 0
+        for x in draw():
+            places = itertools.product(*map(range, x.shape))
+            offsets = [sum(i * s for i, s in zip(at, x.stride())) for at in places]
+            overlaps = len(set(offsets)) < len(offsets)
+            for number, way in enumerate(ways):
+                y = way(x)
+                assert (y is not x) == overlaps, (number, x.shape, x.stride())
+                assert torch.equal(x, y)
+                copied += overlaps
+            assert x.to("cpu") is x and x.to(torch.int64) is x and x.cpu() is x
+        assert copied > 500
+        rows = torch.arange(8).expand(5, 8).cuda()
+        rows[0] = 9
+        assert rows[1].tolist() == list(range(8))
+        leaf = torch.ones(4, requires_grad=True)
+        assert leaf.cuda() is leaf and leaf.to("cuda") is leaf
+        spread = leaf.expand(3, 4)
+        assert spread.cuda() is spread
+        module = torch.nn.Module()
+        module.register_buffer("ids", torch.arange(8).expand(2, 8))
+        module.register_buffer("none", None)
+        held = module.ids
+        assert module.cuda() is module and module.ids is not held and module.ids.stride() == (8, 1)
+    """)

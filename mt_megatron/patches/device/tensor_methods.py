@@ -10,18 +10,32 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from mt_megatron.backends.base import Backend
-from mt_megatron.backends.translate import DeviceTranslator
+from mt_megatron.backends.translate import DeviceTranslator, on_device
 from mt_megatron.patches.device.scope import caller_beside_core, caller_in_scope
 from mt_megatron.patching.spec import Patch
 
 _NEW = ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor", "new_zeros")
 
 
+def _arrived(moved: Any, given: Any) -> Any:
+    if not isinstance(given, torch.nn.Module):
+        return on_device(moved, given)
+    for module in given.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = on_device(buffer, buffer)
+    return moved
+
+
 def _to(original: Callable[..., Any], translator: DeviceTranslator) -> Callable[..., Any]:
     @functools.wraps(original)
     def to(self: Any, *args: Any, **kwargs: Any) -> Any:
+        wanted = None
         if caller_in_scope():
+            wanted = args[0] if args else kwargs.get("device", kwargs.get("other"))
             # Here alone a positional integer is a device index and not a size.
             if args:
                 args = (translator.device(args[0]), *args[1:])
@@ -30,7 +44,10 @@ def _to(original: Callable[..., Any], translator: DeviceTranslator) -> Callable[
             if kwargs.get("non_blocking") and not translator.backend.pins_host_memory():
                 # A copy to the host that does not wait goes to pinned memory.
                 kwargs["non_blocking"] = False
-        return original(self, *args, **kwargs)
+        moved = original(self, *args, **kwargs)
+        if isinstance(wanted, (torch.device, torch.Tensor, int)) or translator.is_foreign(wanted):
+            return _arrived(moved, self)
+        return moved
 
     return to
 
@@ -42,7 +59,7 @@ def _cuda(original: Callable[..., Any], translator: DeviceTranslator) -> Callabl
             return original(self, device, *args, **kwargs)
         wanted = translator.device("cuda" if device is None else device)
         kwargs.pop("memory_format", None)
-        return self.to(wanted, *args, **kwargs)
+        return _arrived(self.to(wanted, *args, **kwargs), self)
 
     return cuda
 
@@ -84,7 +101,7 @@ def _pin_memory(original: Callable[..., Any], translator: DeviceTranslator) -> C
     @functools.wraps(original)
     def pin_memory(self: Any, *args: Any, **kwargs: Any) -> Any:
         if caller_in_scope() and not translator.backend.pins_host_memory():
-            return self
+            return on_device(self, self)
         return original(self, *args, **kwargs)
 
     return pin_memory
@@ -126,10 +143,13 @@ def _type(original: Callable[..., Any], translator: DeviceTranslator) -> Callabl
             return f"torch.cuda.{name[len(own) :]}" if self.device.type == device_type else name
         if isinstance(dtype, str) and dtype.startswith("torch.cuda."):
             dtype = own + dtype[len("torch.cuda.") :]
+            return on_device(original(self, dtype, non_blocking, **kwargs), self)
         stands_for = getattr(dtype, "dtype", None)
         if stands_for is not None and getattr(dtype, "__module__", "") == f"torch.{device_type}":
             return self.to(translator.device("cuda"), stands_for, non_blocking=non_blocking)
-        return original(self, dtype, non_blocking, **kwargs)
+        made = original(self, dtype, non_blocking, **kwargs)
+        # On cpu torch.cuda.LongTensor is torch.LongTensor.
+        return made if stands_for is None else on_device(made, self)
 
     return type
 
