@@ -35,6 +35,7 @@ CONCERNS = (
     "compat.zarr_v3",
     "compat.checkpoint_writers",
     "compat.padded_vocabulary",
+    "compat.transformer_engine",
     "errata.loopback_listener",
     "model.linear",
     "model.norm",

@@ -7,4 +7,5 @@ dataset_helpers     compiled dataset helpers, without a compiler
 loader_workers      DataLoader workers survive the signals to save and end
 checkpoint_writers  checkpoint writers are threads, not forked processes
 padded_vocabulary   checkpoints load into a model with another padded vocabulary
+transformer_engine  its version where it is absent
 """

@@ -1,0 +1,61 @@
+"""Code that only asks for Transformer Engine's version runs where the package is absent."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from tests.launch import ROOT, run_command
+
+ASK = """
+import sys
+import mt_megatron
+{before}
+mt_megatron.patch("cpu")
+from megatron.core.utils import get_te_version, is_te_min_version
+from megatron.core.transformer import transformer_config as user
+print(get_te_version(), is_te_min_version("0.1"), is_te_min_version("1.7.0", check_equality=False))
+print(user.is_te_min_version is is_te_min_version, user.get_te_version())
+mt_megatron.unpatch()
+try: print(get_te_version())
+except ModuleNotFoundError as error: print("missing", error.name)
+"""
+
+
+def run(code: str, folder: Path) -> list[str]:
+    path = os.pathsep.join([str(ROOT), str(folder)])
+    done = run_command(
+        [sys.executable, "-W", "ignore", "-c", code], env={**os.environ, "PYTHONPATH": path}, timeout=90
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout.splitlines()
+
+
+def test_an_absent_package_has_no_version_and_is_below_every_minimum(tmp_path: Path) -> None:
+    expected = ["None False False", "True None", "missing transformer_engine"]
+    assert run(ASK.format(before=""), tmp_path) == expected
+    assert run(ASK.format(before="import megatron.core.transformer.transformer_config"), tmp_path) == expected
+
+
+def test_an_installed_package_has_its_own(tmp_path: Path) -> None:
+    (tmp_path / "transformer_engine.py").write_text("__version__ = '1.7.0'\n")
+    found = run(
+        "import mt_megatron; mt_megatron.patch('cpu')\n"
+        "from megatron.core.utils import get_te_version, is_te_min_version as at_least\n"
+        "print(get_te_version(), at_least('1.7.0'), at_least('1.7.0', check_equality=False), at_least('2'))",
+        tmp_path,
+    )
+    assert found == ["1.7.0 True False False"]
+
+
+def test_what_the_package_itself_lacks_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "transformer_engine.py").write_text("import absent_dependency\n")
+    found = run(
+        "import mt_megatron; mt_megatron.patch('cpu')\n"
+        "from megatron.core.utils import get_te_version\n"
+        "try: get_te_version()\n"
+        "except ModuleNotFoundError as error: print(error.name)",
+        tmp_path,
+    )
+    assert found == ["absent_dependency"]
