@@ -37,6 +37,7 @@ CONCERNS = (
     "compat.padded_vocabulary",
     "compat.transformer_engine",
     "errata.loopback_listener",
+    "errata.shared_parameters",
     "model.linear",
     "model.norm",
     "model.attention",

@@ -1,20 +1,18 @@
 """Bytes of weights, gradients and optimizer state on one rank, as Megatron-Core 0.9.0 allocates them.
 
-Upstream: ``distributed/param_and_grad_buffer.py`` (padding, buckets), ``optimizer/optimizer.py`` and
+Padding and buckets: ``parallel/gradient_buckets.py``. Upstream: ``optimizer/optimizer.py`` and
 ``optimizer/distrib_optimizer.py`` (what is kept in fp32).
 """
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from mt_megatron.parallel.gradient_buckets import Bucket, buckets_of
 from mt_megatron.planning.parameter_tensors import ParameterTensor
 
-_PARAMETER_ALIGNMENT = 64
-_BUCKET_ALIGNMENT = 128
 _FP32 = 4
 
 
@@ -128,12 +126,10 @@ def _buffer_memory(
             gradients=elements * options.gradient_bytes,
             optimizer=elements * kept,
         )
-    spans, buckets = _place(tensors, data_parallel, bucket_size)
-    padded = buckets[-1][1]
-    if rank is None:
-        owned = _largest_share(spans, buckets, data_parallel)
-    else:
-        owned = _owned(spans, buckets, data_parallel, rank)
+    placed = [(tensor.numel, tensor.shared_embedding) for tensor in reversed(tensors)]
+    buckets = buckets_of(placed, data_parallel, bucket_size)
+    padded = buckets[-1].end
+    owned = _largest_share(buckets, data_parallel) if rank is None else _owned(buckets, data_parallel, rank)
     return ParameterMemory(
         weights=padded * options.parameter_bytes,
         gradients=padded * options.gradient_bytes,
@@ -141,62 +137,21 @@ def _buffer_memory(
     )
 
 
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
-
-
-Span = tuple[int, int]
-
-
-def _place(
-    tensors: Sequence[ParameterTensor], data_parallel: int, bucket_size: int | None
-) -> tuple[list[Span], list[Span]]:
-    """Where the distributed optimizer's buffer has each tensor (last one first), and its buckets."""
-    alignment = math.lcm(data_parallel, _BUCKET_ALIGNMENT)
-    spans: list[Span] = []
-    buckets: list[Span] = []
-    bucket_start = end = 0
-    filled = False
-    for tensor in reversed(tensors):
-        start = _round_up(end, _PARAMETER_ALIGNMENT)
-        if tensor.shared_embedding and filled:
-            if start % data_parallel:
-                start = _round_up(start, alignment)
-            # Upstream does not move the tensor to where its bucket then begins.
-            bucket_start = _close(buckets, bucket_start, start, alignment)
-        end = start + tensor.numel
-        spans.append((start, end))
-        filled = True
-        if tensor.shared_embedding or (bucket_size is not None and end - bucket_start >= bucket_size):
-            bucket_start = end = _close(buckets, bucket_start, end, alignment)
-            filled = False
-    if filled:
-        _close(buckets, bucket_start, end, alignment)
-    return spans, buckets
-
-
-def _close(buckets: list[Span], start: int, end: int, alignment: int) -> int:
-    """Ends a bucket; returns where the next one starts."""
-    closed = _round_up(end, alignment)
-    buckets.append((start, closed))
-    return closed
-
-
-def _owned(spans: Sequence[Span], buckets: Sequence[Span], data_parallel: int, rank: int) -> int:
+def _owned(buckets: Sequence[Bucket], data_parallel: int, rank: int) -> int:
     """Parameter elements (no padding) in ``rank``'s share of every bucket."""
     owned = 0
-    # Both ascend: of the spans only those that reach into the share are looked at.
-    starts, ends = [a for a, _ in spans], [b for _, b in spans]
-    for start, end in buckets:
-        share = (end - start) // data_parallel
-        low, high = start + rank * share, start + (rank + 1) * share
+    for bucket in buckets:
+        # Spans ascend: only those that reach into the share are looked at.
+        starts, ends = [a for a, _ in bucket.spans], [b for _, b in bucket.spans]
+        share = (bucket.end - bucket.start) // data_parallel
+        low, high = bucket.start + rank * share, bucket.start + (rank + 1) * share
         near = slice(bisect_right(ends, low), bisect_left(starts, high))
-        owned += sum(max(0, min(high, b) - max(low, a)) for a, b in spans[near])
+        owned += sum(max(0, min(high, b) - max(low, a)) for a, b in bucket.spans[near])
     return owned
 
 
-def _largest_share(spans: Sequence[Span], buckets: Sequence[Span], data_parallel: int) -> int:
+def _largest_share(buckets: Sequence[Bucket], data_parallel: int) -> int:
     # Shares differ by padding alone; with many ranks the padded share says the same.
     if data_parallel <= 8:
-        return max(_owned(spans, buckets, data_parallel, rank) for rank in range(data_parallel))
-    return sum((end - start) // data_parallel for start, end in buckets)
+        return max(_owned(buckets, data_parallel, rank) for rank in range(data_parallel))
+    return sum((bucket.end - bucket.start) // data_parallel for bucket in buckets)

@@ -1,5 +1,6 @@
 """Defects of Megatron-Core 0.9.0.
 
 wrong_results      wrong numbers without a message
+shared_parameters  the gradient buffer's place of a shared embedding
 loopback_listener  a listener on all interfaces, pinned to 127.0.0.1
 """
