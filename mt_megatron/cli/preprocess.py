@@ -92,6 +92,17 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         metavar="PATH",
         help="tokenizer.json, a folder that holds one, or a SentencePiece .model",
     )
+    add(
+        "--tokenizer-hf-no-include-special-tokens",
+        action="store_true",
+        help="HuggingFaceTokenizer adds no special tokens of its own, such as the beginning of a sequence",
+    )
+    add(
+        "--split-special-tokens",
+        action="store_true",
+        help="HuggingFaceTokenizer reads the name of a special token in a text as plain text: no document "
+        "can forge its own end",
+    )
     add("--vocab-size", type=_positive, metavar="N", help="of NullTokenizer, which reads numbers")
     add(
         "--train-bpe",
@@ -156,6 +167,8 @@ def run(args: argparse.Namespace) -> int:
         text_documents=args.text_documents,
         tokenizer_type=args.tokenizer_type,
         tokenizer_model=args.tokenizer_model,
+        include_special_tokens=not args.tokenizer_hf_no_include_special_tokens,
+        split_special_tokens=args.split_special_tokens,
         vocab_size=args.vocab_size,
         train_bpe=args.train_bpe,
         append_eod=args.append_eod,
@@ -195,6 +208,12 @@ def _check(args: argparse.Namespace) -> None:
         raise ConfigError(
             f"--train-bpe makes a tokenizer.json, and --tokenizer-type is {args.tokenizer_type}; leave one "
             "of them out"
+        )
+    chosen = args.tokenizer_hf_no_include_special_tokens or args.split_special_tokens
+    if chosen and (args.tokenizer_type != "HuggingFaceTokenizer" or args.train_bpe is not None):
+        raise ConfigError(
+            "--tokenizer-hf-no-include-special-tokens and --split-special-tokens are about a tokenizer.json "
+            "that is given; expected --tokenizer-type HuggingFaceTokenizer, --tokenizer-model. Leave them out"
         )
     if len(set(args.json_keys)) != len(args.json_keys):
         raise ConfigError(f"--json-keys names a key twice: {' '.join(args.json_keys)}; name each once")

@@ -57,6 +57,7 @@ def test_strict_ends_with_1(argv: list[str], tmp_path: Path, capsys: pytest.Capt
         (["--partitions", "4"], "cut into shards by itself"),
         (["--workers", "0"], "expected at least 1"),
         (["--max-bad-share", "2"], "from 0 to 1"),
+        (["--split-special-tokens", "--tokenizer-type", "Llama2Tokenizer"], "Leave them out"),
         (["--tokenizer-type", "TikTokenizer"], "expected one of HuggingFaceTokenizer"),
         (["--train-bpe", "300", "--tokenizer-model", "x"], "expected one"),
         (["--train-bpe", "300"], "--tokenizer-type is ByteLevelTokenizer"),

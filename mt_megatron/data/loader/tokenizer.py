@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -106,13 +107,26 @@ class TokenizerLike(Protocol):
 class Tokenizer:
     """Text to token ids and back, from a ``tokenizer.json`` or a folder that holds one.
 
-    In a folder, ``tokenizer_config.json`` says which token ends a document (``eos_token``). The
-    name of a special token inside a text is plain text: no document can forge its own end.
+    In a folder, ``tokenizer_config.json`` says which token ends a document (``eos_token``).
     """
 
-    def __init__(self, path: Path, *, eod_token: str | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        eod_token: str | None = None,
+        include_special_tokens: bool = False,
+        split_special_tokens: bool = True,
+    ) -> None:
         """Read ``path``; ``eod_token`` names the end-of-document token when it is none of the
-        usual ones. Raises ``DataError`` when the file or the token is missing."""
+        usual ones.
+
+        ``include_special_tokens``: the file's post-processor puts its tokens, such as the beginning of a
+        sequence, around each text. ``split_special_tokens``: the name of a special token inside a text is
+        plain text, so that no document can forge its own end. Megatron-LM's HuggingFaceTokenizer includes
+        and does not split. Raises ``DataError`` when the file or the token is missing.
+        """
+        self._include = include_special_tokens
         self.beside: tuple[Path, ...] = ()
         """Further ``TOKENIZER_FILES`` of a folder; none where a file was given."""
 
@@ -144,16 +158,22 @@ class Tokenizer:
         largest = max(self.vocabulary().values(), default=-1)
         self.vocab_size: int = max(self._impl.get_vocab_size(with_added_tokens=True), largest + 1)
         self.eod_token, self.eod = self._find_end(eod_token)
-        self._impl.encode_special_tokens = True
+        self._impl.encode_special_tokens = split_special_tokens
+        special = [each.content for each in self._impl.get_added_tokens_decoder().values() if each.special]
+        self._special = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or "(?!)")
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of ``text``, without any end-of-document token."""
-        ids: list[int] = self._impl.encode(text, add_special_tokens=False).ids
+        """Token ids of ``text``, without any end-of-document token that the file does not add itself."""
+        ids: list[int] = self._impl.encode(text, add_special_tokens=self._include).ids
         return ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """``encode`` of each text, in parallel."""
-        return [e.ids for e in self._impl.encode_batch_fast(list(texts), add_special_tokens=False)]
+        return [e.ids for e in self._impl.encode_batch_fast(list(texts), add_special_tokens=self._include)]
+
+    def special_tokens_in(self, text: str) -> int:
+        """How many special tokens ``text`` names, whether they are split or not."""
+        return len(self._special.findall(text))
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ``ids``; end-of-document tokens are kept."""
@@ -218,8 +238,16 @@ def load_tokenizer(data: DataConfig, *, vocab_size: int | None = None) -> Tokeni
     return tokenizer
 
 
-def open_tokenizer(kind: str, model: str | None, *, vocab_size: int | None = None) -> TokenizerLike:
-    """The tokenizer ``kind`` (one of ``TOKENIZER_TYPES``) with the file ``model``, where it has one.
+def open_tokenizer(
+    kind: str,
+    model: str | None,
+    *,
+    vocab_size: int | None = None,
+    include_special_tokens: bool = False,
+    split_special_tokens: bool = True,
+) -> TokenizerLike:
+    """The tokenizer ``kind`` (one of ``TOKENIZER_TYPES``) with the file ``model``, where it has one. Special
+    tokens are those of ``Tokenizer``; the other kinds have no choice.
 
     Raises ``DataError`` when the kind is none of these, or its file or its size is missing.
     """
@@ -235,7 +263,11 @@ def open_tokenizer(kind: str, model: str | None, *, vocab_size: int | None = Non
         wanted = "the tokenizer.json" if kind == "HuggingFaceTokenizer" else "the SentencePiece .model file"
         raise DataError(f"found no tokenizer; give --tokenizer-model PATH of {wanted} the data was made with")
     if kind == "HuggingFaceTokenizer":
-        return Tokenizer(Path(model))
+        return Tokenizer(
+            Path(model),
+            include_special_tokens=include_special_tokens,
+            split_special_tokens=split_special_tokens,
+        )
     return SentencePieceTokenizer(Path(model), begin=kind == "Llama2Tokenizer")
 
 

@@ -41,7 +41,8 @@ class ShardWriter:
         from mt_megatron.data.loader.tokenizer import open_tokenizer
 
         kind, model, size = (setup["tokenizer"][key] for key in ("type", "model", "vocab_size"))
-        self._tokenizer = open_tokenizer(kind, model, vocab_size=size)
+        self._tokenizer = open_tokenizer(kind, model, vocab_size=size, **setup["special_tokens"])
+        self._special_tokens_in = getattr(self._tokenizer, "special_tokens_in", lambda text: 0)
         self._dtype = token_dtype(self._tokenizer.vocab_size)
         self._end = self._dtype.type(self._tokenizer.eod).tobytes() if setup["append_eod"] else b""
         self._folder = Path(setup["folder"])
@@ -63,10 +64,11 @@ class ShardWriter:
         names = [f"{name}.{key}.{kind}" for key in keys for kind in ("bin", "lengths")] + [f"{name}.findings"]
         files = [(self._folder / f"{each}.part").open("wb") for each in names]
         self._findings = files[-1]
-        sums, tokens, documents, text_bytes = [0] * len(keys), [0] * len(keys), 0, 0
+        sums, tokens, documents, text_bytes, special = [0] * len(keys), [0] * len(keys), 0, 0, 0
         try:
             for batch in _batches(self._reader.read(unit, shard)):
                 text_bytes += sum(len(text) for texts in batch for text in texts)
+                special += sum(self._special_tokens_in(text) for texts in batch for text in texts)
                 kept = self._encoded(batch, unit)
                 documents += len(kept)
                 for key in keys:
@@ -91,6 +93,7 @@ class ShardWriter:
             "ended": self._reader.ended,
             "disk_bytes": self._reader.disk_bytes,
             "lost_bytes": self._lost_bytes,
+            "special_tokens": special,
         }
         part = self._folder / f"{name}.json.part"
         part.write_text(json.dumps(summary))

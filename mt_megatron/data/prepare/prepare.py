@@ -335,7 +335,7 @@ def _build(
         tokenizer = train_tokenizer(texts, vocab_size=options.vocab_size, output=building / "tokenizer.json")
     log("data: encoding")
     skipped: list[Skipped] = []
-    documents, tokens = _encode(source, options, tokenizer, building, skipped, advance)
+    documents, tokens, special = _encode(source, options, tokenizer, building, skipped, advance)
     for split in ("train", "valid"):
         if documents[split] == 0:
             raise DataError(
@@ -354,6 +354,7 @@ def _build(
         "tokenizer_sha256": tokenizer.identity,
         "vocab_size": tokenizer.vocab_size,
         "eod": tokenizer.eod,
+        "special_tokens_in_text": special,
         "train_documents": documents["train"],
         "valid_documents": documents["valid"],
         "train_tokens": tokens["train"],
@@ -370,6 +371,8 @@ def _build(
         f"data: {made.train_tokens:,} training tokens in {made.train_documents:,} documents, "
         f"{made.valid_tokens:,} validation tokens in {made.valid_documents:,}; {_skipped_line(made.skipped)}"
     )
+    if special:
+        log(f"data: the text names {special:,} special tokens of the tokenizer, which are plain text")
     log(
         f"data: validation cross-entropy in nats per token: unigram {made.unigram_nats:.4f}, "
         f"bigram {made.bigram_nats:.4f}"
@@ -440,18 +443,20 @@ def _encode(
     folder: Path,
     skipped: list[Skipped],
     advance: Advance,
-) -> tuple[dict[Split, int], dict[Split, int]]:
-    """Write both splits, one document per sequence with its end; returns documents and tokens."""
+) -> tuple[dict[Split, int], dict[Split, int], int]:
+    """Write both splits, one document per sequence with its end; returns documents, tokens, and how many
+    special tokens the texts name."""
     splits: tuple[Split, ...] = ("train", "valid")
     writers = {split: IndexedWriter(folder / split, tokenizer.vocab_size) for split in splits}
     documents: dict[Split, int] = dict.fromkeys(splits, 0)
     tokens: dict[Split, int] = dict.fromkeys(splits, 0)
-    total, done = _bytes(source), 0
+    total, done, special = _bytes(source), 0, 0
     limit = options.max_train_tokens
     for document, ids in _encoded(read_documents(source, skipped), tokenizer):
         split = split_of(document.name, options.validation_fraction)
         writers[split].add([*ids, tokenizer.eod])
         documents[split] += 1
+        special += tokenizer.special_tokens_in(document.text)
         tokens[split] += len(ids) + 1
         done += len(document.text.encode())
         # Whichever ends the pass first: the text, or the limit on tokens.
@@ -462,7 +467,7 @@ def _encode(
             break
     for split in splits:
         writers[split].finish()
-    return documents, tokens
+    return documents, tokens, special
 
 
 def _encoded(documents: Iterator[Document], tokenizer: Tokenizer) -> Iterator[tuple[Document, list[int]]]:

@@ -122,6 +122,12 @@ def publish(
         ) from error
     remove_folder(folder)
     tokens = tuple(made.tokens for made in merged)
+    if tally.special_tokens:
+        split = options.special_tokens["split_special_tokens"]
+        progress.say(
+            f"the text names {tally.special_tokens:,} special tokens, which are "
+            + ("plain text" if split else "tokens; --split-special-tokens makes them plain text")
+        )
     progress.say(
         f"{tally.documents:,} documents, {' + '.join(f'{count:,}' for count in tokens)} tokens in "
         + ", ".join(output_prefix(prefix, key) for key in options.json_keys)
@@ -154,7 +160,9 @@ def _publish_key(
             "digest": tokenizer.identity,
             "vocab_size": tokenizer.vocab_size,
             "eod": tokenizer.eod,
+            **options.special_tokens,
         },
+        "special_tokens_in_text": tally.special_tokens,
         "documents": tally.documents,
         "tokens": made.tokens,
         "dtype": made.dtype,
@@ -216,7 +224,13 @@ def _tokenizer(
     """The tokenizer and its file; trained first if that was asked for and is not done."""
     if options.train_bpe is None:
         kind, model = options.tokenizer_type, options.tokenizer_model
-        return open_tokenizer(kind, model, vocab_size=options.vocab_size), model
+        opened = open_tokenizer(kind, model, vocab_size=options.vocab_size, **options.special_tokens)
+        if options.special_tokens["include_special_tokens"] and (added := opened.encode("")):
+            progress.say(
+                f"the tokenizer adds its special tokens to each document, ids {added} "
+                "(--tokenizer-hf-no-include-special-tokens leaves them out)"
+            )
+        return opened, model
     path = folder / TRAINED
     if not path.exists():
         progress.say(f"training a byte-level BPE of {options.train_bpe:,} tokens")
@@ -294,6 +308,7 @@ def _encode(
             "model": model,
             "vocab_size": options.vocab_size,
         },
+        "special_tokens": options.special_tokens,
         "folder": str(folder),
         "append_eod": options.append_eod,
         "keys": list(options.json_keys),

@@ -35,6 +35,13 @@ class PreprocessOptions:
     tokenizer_model: str | None = None
     """Its file."""
 
+    include_special_tokens: bool = True
+    """Whether HuggingFaceTokenizer adds the tokens of the file's post-processor, as Megatron-LM's does."""
+
+    split_special_tokens: bool = False
+    """Whether HuggingFaceTokenizer reads the name of a special token in a text as plain text; Megatron-LM's
+    does not."""
+
     vocab_size: int | None = None
     """Of NullTokenizer."""
 
@@ -55,6 +62,15 @@ class PreprocessOptions:
 
     max_bad_share: float = 0.05
     """Largest share of the input that may be bad or lost (``findings.bad_share``)."""
+
+    @property
+    def special_tokens(self) -> dict[str, bool]:
+        """Both choices in force: a trained tokenizer, and other types, add and match none."""
+        published = self.tokenizer_type == "HuggingFaceTokenizer" and self.train_bpe is None
+        return {
+            "include_special_tokens": published and self.include_special_tokens,
+            "split_special_tokens": not published or self.split_special_tokens,
+        }
 
 
 class Progress(Protocol):
@@ -94,14 +110,16 @@ class Tally:
     total_bytes: int
     done_bytes: int = 0
     lost_bytes: int = 0
+    special_tokens: int = 0
     documents: int = 0
     tokens: int = 0
     counts: Counter[str] = field(default_factory=Counter)
 
     def add(self, summary: dict[str, Any]) -> None:
         self.done_bytes += summary["disk_bytes"]
-        # A shard of an unfinished run of an earlier version does not say it.
+        # A shard of an unfinished run of an earlier version does not say these.
         self.lost_bytes += summary.get("lost_bytes", 0)
+        self.special_tokens += summary.get("special_tokens", 0)
         self.documents += summary["documents"]
         self.tokens += sum(summary["tokens"])
         self.counts.update(summary["counts"])

@@ -22,10 +22,11 @@ from mt_megatron.errors import DataError
 
 _PLAN = "plan.json"
 _LOCK = ".lock"
+_WITHOUT_A_CHOICE = {"include_special_tokens": False, "split_special_tokens": True}
 
 
 def plan_of(options: PreprocessOptions, files: list[InputFile]) -> dict[str, Any]:
-    decisive = asdict(options)
+    decisive = asdict(options) | options.special_tokens
     for name in ("inputs", "output_prefix", "workers", "strict", "max_bad_share"):
         del decisive[name]
     if options.tokenizer_type != "NullTokenizer" and options.train_bpe is None:
@@ -203,8 +204,8 @@ def _differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     found = [
         f"{name} {before['options'].get(name)} -> {value}"
         for name, value in now["options"].items()
-        # The plan of a run that an earlier version left unfinished does not name the end of documents.
-        if before["options"].get(name, value if name == "tokenizer_eod" else None) != value
+        # Plans of earlier versions do not name the end of documents, and have no choice of special tokens.
+        if before["options"].get(name, {"tokenizer_eod": value, **_WITHOUT_A_CHOICE}.get(name)) != value
     ]
     old, new = ({file["path"]: file for file in plan["files"]} for plan in (before, now))
     for verb, names in (
