@@ -96,5 +96,5 @@ def test_patches_of_megatron_lm_wait_for_it() -> None:
     from mt_megatron.patches.compat.megatron_lm import patches
 
     assert "megatron.training" not in sys.modules
-    found = patches(get("cpu"))
+    found = [each for each in patches(get("cpu")) if not each.module.startswith("megatron.core")]
     assert len(found) == 3 and all(each.optional for each in found)

@@ -6,6 +6,7 @@ manager) never need torch, and a script may set variables that torch reads when 
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 import warnings
@@ -28,6 +29,8 @@ from mt_megatron.patching.scope import Scope
 _NEEDED_BY_MEGATRON_LM = ("six", "regex")
 """Imported by Megatron-LM's tokenizers whatever tokenizer is chosen; Megatron-Core does not need them."""
 
+_NO_ENGINE = "this needs Transformer Engine, which is not installed"
+
 
 # Tracebacks that end a script do not show the import wrapper and the import hook.
 
@@ -47,9 +50,11 @@ def keep_clean() -> None:
 
 
 def advice(error: BaseException) -> str | None:
-    """What to do about an error by which Megatron-LM's own source ends when something optional is absent."""
-    names = (str(frame.f_globals.get("__name__")) for frame in _frames(error.__traceback__))
-    if not any(name.startswith("megatron.") for name in names):
+    """Advice on an error by which Megatron-LM's own source ends when something optional is absent."""
+    if isinstance(error, ModuleNotFoundError) and error.name == "transformer_engine":
+        return f"{_NO_ENGINE}, and no option replaces it in this script"
+    frames = list(_frames(error.__traceback__))
+    if not any(str(frame.f_globals.get("__name__")).startswith("megatron.") for frame in frames):
         return None
     if isinstance(error, ModuleNotFoundError) and error.name in _NEEDED_BY_MEGATRON_LM:
         return (
@@ -57,8 +62,21 @@ def advice(error: BaseException) -> str | None:
             f"(or pip install {' '.join(_NEEDED_BY_MEGATRON_LM)})"
         )
     if isinstance(error, NameError) and error.name is not None and error.name.startswith("TE"):
-        return "Megatron-LM's default needs Transformer Engine, which is not here: --transformer-impl local"
+        if _has_local_layers(frames[-1]):
+            return f"{_NO_ENGINE}: --transformer-impl local"
+        return f"{_NO_ENGINE}, and --transformer-impl local does not replace it in this script"
     return None
+
+
+def _has_local_layers(frame: FrameType) -> bool:
+    """Whether the module where a class of Transformer Engine was missing makes layers without it too, in a
+    function for local layers that the options did not ask for yet."""
+    known = frame.f_globals
+    local = [inspect.unwrap(value) for name, value in known.items() if "local" in name and callable(value)]
+    names = {name for made in local for name in getattr(made, "__code__", frame.f_code).co_names}
+    complete = bool(local) and not any(name.startswith("TE") and name not in known for name in names)
+    asked = any(argument.rpartition("=")[2] == "local" for argument in sys.argv)
+    return complete and not asked and frame.f_code.co_name != "<module>"
 
 
 def clean(error: BaseException | None) -> None:

@@ -7,6 +7,7 @@ asks for a compiler of CUDA, or for torch as it was.
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 from mt_megatron.backends.base import Backend
@@ -29,9 +30,25 @@ def _with_own_generator(original: Callable[..., Any], *args: Any, **kwargs: Any)
     return loader
 
 
+def _import_spec(original: Callable[..., Any], module_path: Any) -> Any:
+    found = original(module_path)
+    if found is None:
+        import_module(module_path[0])
+    return found
+
+
 def patches(backend: Backend) -> list[Patch]:
-    """Optional all: a script may put its checkout on ``sys.path`` itself."""
+    """Those of Megatron-LM are optional: a script may put its checkout on ``sys.path`` itself."""
     found = [
+        Patch(
+            id="training.import_spec",
+            target="megatron.core.transformer.spec_utils:import_module",
+            kind="wrap",
+            feature="compat",
+            reason="it prints an ImportError and returns None, and the script fails later without the reason",
+            body=_import_spec,
+            digest="b83ae7a85bc91ac601ac3afc2411dfdd7bbef14c1ebd25c892273263c4ca7963",
+        ),
         Patch(
             id="training.loader_generator",
             target="megatron.legacy.data.data_samplers:build_pretraining_data_loader",

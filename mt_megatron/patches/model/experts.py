@@ -86,7 +86,27 @@ def _require_agreement(config: Any, submodules: Any) -> None:
 
 
 def patches(backend: Backend) -> list[Patch]:
+    def capability(target: str, digest: str) -> Patch:
+        return Patch(
+            id=f"experts.{target.rpartition(':')[2]}",
+            target=target,
+            kind="constant",
+            feature="moe",
+            reason="--moe-grouped-gemm asks for CUDA's compute capability 8, which the package needs",
+            body={8: 0},
+            digest=digest,
+            optional=True,
+        )
+
     return [
+        capability(
+            "megatron.training.arguments:validate_args",
+            "06806e1a2b96475d1d610f4d0e46a41d2aa676377f525fd89661592ed2cfcff6",
+        ),
+        capability(
+            "megatron.training.yaml_arguments:validate_yaml",
+            "686f7b3859ed8b610fea25fff0e1098503ad4fbea89bdd483c6e29182feea2f2",
+        ),
         Patch(
             id="experts.no_package",
             target="megatron.core.transformer.moe.grouped_gemm_util:assert_grouped_gemm_is_available",

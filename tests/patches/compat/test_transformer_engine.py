@@ -59,3 +59,16 @@ def test_what_the_package_itself_lacks_is_an_error(tmp_path: Path) -> None:
         tmp_path,
     )
     assert found == ["absent_dependency"]
+
+
+def test_a_layer_spec_that_cannot_be_imported_says_why(tmp_path: Path) -> None:
+    """Upstream prints it and returns None, with which a script fails far from the reason."""
+    found = run(
+        "import mt_megatron; mt_megatron.patch('cpu')\n"
+        "from megatron.core.transformer.spec_utils import import_module\n"
+        "print(import_module(('collections', 'OrderedDict')).__name__)\n"
+        "try: import_module(('absent_specs', 'stack'))\n"
+        "except ModuleNotFoundError as error: print(error.name)",
+        tmp_path,
+    )
+    assert (found[0], found[-1]) == ("OrderedDict", "absent_specs")
