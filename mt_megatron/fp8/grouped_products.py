@@ -32,9 +32,19 @@ def grouped(
     """The grouped product in ``dtype``: [rows, columns], for wgrad [experts, outputs, inputs].
 
     One call of the device's kernel where it has one for these scales and formats, otherwise ``compute`` for
-    each expert that has rows.
+    each expert that has rows. The grouped kernel writes bf16 alone: where ``out`` is wider and ``compute``
+    can write it, scales per tensor, the experts are multiplied one by one.
     """
-    if compute is products.scaled_mm and suits(a, b, dtype) and has_kernel(a.codes.device.type):
+    wider = out is not None and torch.promote_types(dtype, out.dtype) is not dtype
+    by_row = "row" in (a.cast.granularity, b.cast.granularity)
+    if (
+        compute is products.scaled_mm
+        and suits(a, b, dtype)
+        and (by_row or not wider)
+        and has_kernel(a.codes.device.type)
+    ):
+        if wider:
+            products.say_rounded(dtype)
         result = scaled_grouped_mm(role, a, b, product, dtype)
         if out is None:
             return result

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -10,6 +12,8 @@ from torch import Tensor
 from mt_megatron.fp8.quantise import Quantised
 from mt_megatron.fp8.recipe import Product, Role
 from mt_megatron.seams.gemm import torch_gemm
+
+_log = logging.getLogger("mt_megatron")
 
 Compute = Callable[..., Tensor]
 """``(role, a, b, product, dtype, out=None, accumulate=False) -> Tensor``."""
@@ -57,7 +61,11 @@ def scaled_mm(
     accumulate: bool = False,
 ) -> Tensor:
     """The same by ``torch._scaled_mm``: scales per tensor or per row. Rows that are summed over are padded to
-    a multiple of 16, which the kernels ask for."""
+    a multiple of 16, which the kernels ask for.
+
+    With scales per tensor the kernel writes the dtype of ``out``, so a weight gradient that is accumulated in
+    fp32 is not rounded to ``dtype`` first. With scales per row it writes ``dtype`` alone: said once.
+    """
     # Kernels read both operands along the summed dimension.
     left, right = a.laid(), b.laid()
     if 0 in (*left.shape, *right.shape):
@@ -68,7 +76,11 @@ def scaled_mm(
     if missing:
         left, right = _pad(left, missing), _pad(right, missing)
     scale_a, scale_b = a.inverse, b.inverse
+    written = dtype if out is None else torch.promote_types(dtype, out.dtype)
     if scale_a.dim() or scale_b.dim():
+        if written is not dtype:
+            say_rounded(dtype)
+            written = dtype
         scale_a = scale_a.reshape(-1, 1).expand(left.shape[0], 1).contiguous()
         scale_b = scale_b.reshape(1, -1).expand(1, right.shape[0]).contiguous()
     result = torch._scaled_mm(
@@ -76,10 +88,20 @@ def scaled_mm(
         right.t(),
         _aligned(scale_a),
         _aligned(scale_b),
-        out_dtype=dtype,
+        out_dtype=written,
         use_fast_accum=product.fast_accumulate,
     )
     return _into(result, None, out, accumulate)
+
+
+@cache
+def say_rounded(dtype: torch.dtype) -> None:
+    """Log, once, that products with scales per row are rounded before they are accumulated."""
+    _log.warning(
+        "fp8: weight gradients are rounded to %s before they are accumulated: the device's kernels have no "
+        "wider result with scales per row. A recipe with scales per tensor accumulates them in fp32",
+        str(dtype).removeprefix("torch."),
+    )
 
 
 def _pad(codes: Tensor, missing: int) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import random
@@ -14,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from mt_megatron.fp8 import products
 from mt_megatron.fp8.activation import Activation
 from mt_megatron.fp8.bounds import operand_error, product_bound
 from mt_megatron.fp8.formats import FORMATS
@@ -167,9 +169,36 @@ def test_the_kernels_call_computes_what_the_reference_does() -> None:
             found = scaled_mm(role, qa, qb, product, torch.bfloat16)
             expected = reference(role, qa, qb, product, torch.bfloat16)
             assert ulps(found, expected, *sides) <= (1 if product.a.power_of_2 else 2), (name, role)
+            by_row = "row" in (product.a.granularity, product.b.granularity)
+            wide = found.float() if by_row else scaled_mm(role, qa, qb, product, torch.float32)
             into = torch.ones(found.shape)
             scaled_mm(role, qa, qb, product, torch.bfloat16, out=into, accumulate=True)
-            assert torch.equal(into, 1 + found.float())
+            assert torch.equal(into, 1 + wide)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_weight_gradients_are_accumulated_in_fp32(
+    recipe: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """64 micro-batches against fp64 sums of the same codes. With scales per row each is rounded to bf16
+    first, the only result that the kernels have: that is said, and seen in the sum."""
+    monkeypatch.setattr(products, "say_rounded", products.say_rounded.__wrapped__)
+    product = PRESETS[recipe].product("wgrad")
+    torch.manual_seed(5)
+    out, exact = torch.zeros(32, 48), torch.zeros(32, 48, dtype=torch.float64)
+    for number in range(64):
+        grad, x = torch.randn(64, 32).bfloat16(), torch.randn(64, 48).bfloat16()
+        a, b = cast(PRESETS[recipe], "wgrad", grad, x, seed=number)
+        with caplog.at_level(logging.WARNING, "mt_megatron"):
+            scaled_mm("wgrad", a, b, product, torch.bfloat16, out=out, accumulate=True)
+        reference("wgrad", a, b, product, torch.float32, out=(part := torch.zeros(32, 48)))
+        exact += part
+    off = float((out - exact).abs().max() / exact.abs().max())
+    if recipe == "rowwise":
+        assert off > 1e-4 and "rounded to bfloat16 before they are accumulated" in caplog.text
+    else:
+        # 64 sums and 64 products of 64 terms, each rounded to fp32.
+        assert off < 128 * 2**-24 and not caplog.text
 
 
 def test_scales_of_one_expert_are_aligned() -> None:
