@@ -254,7 +254,7 @@ class Fp8Linear:
             generator = state.generator(f"{self.name} {self.index}", expert, role, kind, draw, x.device)
         if self.recipe.scaling == "delayed":
             largest = amax_of(x, cast, along)
-            if group is not None and group.size() > 1 and not state.has_history(self.name, kind):
+            if group is not None and group.size() > 1 and not state.has_scale(self.name, kind):
                 # The tensor's own scale is taken, and ranks with other rows must take the same.
                 largest = self._largest(largest, group)
             scale = self._gathered(kind, cast, largest)

@@ -101,13 +101,13 @@ class Fp8State:
         """fp32 [slots, history], the newest first."""
 
         self._scale: Tensor | None = None
-        """fp32 [slots]."""
+        """fp32 [slots]; 0 where no step has seen a magnitude yet."""
 
         self._seen: Tensor | None = None
         """fp32 [slots]: largest magnitudes of the current step."""
 
         self._noted: list[bool] | None = None
-        """By slot: whether its history has a magnitude; None: to be asked of the device."""
+        """By slot: whether it has a scale; None: to be asked of the device."""
 
         _made.append(True)
 
@@ -162,7 +162,7 @@ class Fp8State:
         if self._history is None or self._scale is None or self._seen is None:
             count = len(self._slots)
             self._history = torch.zeros(count, self.recipe.history, device=device)
-            self._scale = torch.ones(count, device=device)
+            self._scale = torch.zeros(count, device=device)
             self._seen = torch.zeros(count, device=device)
         elif self._history.device != device:
             # Weights that were loaded, or looked at, on the host before they were moved.
@@ -172,9 +172,10 @@ class Fp8State:
 
     def delayed_scale(self, name: str, kind: Kind, amax: Tensor) -> Tensor:
         """The scale of a slot, fp32, after its tensor's ``amax`` (a scalar, or one for each expert: so is the
-        scale) was noted for later steps. Before any step has ended there is none, and the tensor's own is
-        taken."""
-        history, scale, seen = self._tensors(amax.device)
+        scale) was noted for later steps. Before any step has seen one there is none, and the tensor's own is
+        taken. Steps whose tensors are all zeros keep the scale, as in Transformer Engine, however many they
+        are."""
+        _, scale, seen = self._tensors(amax.device)
         slot = self._slots[name, kind]
         if self.trains:
             # A magnitude that is not finite says nothing about the next steps.
@@ -182,13 +183,12 @@ class Fp8State:
             torch.maximum(seen[slot], finite, out=seen[slot])
         fmt = next(each for each in FORMATS.values() if each.maximum == self._maxima[slot])
         own = scale_of(amax, fmt, margin=self.recipe.margin)
-        return torch.where((history[slot] > 0).any(), scale[slot], own)
+        return torch.where(scale[slot] > 0, scale[slot], own)
 
-    def has_history(self, name: str, kind: Kind) -> bool:
+    def has_scale(self, name: str, kind: Kind) -> bool:
         """False where ``delayed_scale`` takes the tensor's own. Waits for the device once in a step."""
         if self._noted is None:
-            history = self._tensors(self._device())[0]
-            self._noted = (history > 0).any(dim=1).tolist()
+            self._noted = (self._tensors(self._device())[1] > 0).tolist()
         return self._noted[self._slots[name, kind]]
 
     def _update_scales(self) -> None:
@@ -326,9 +326,12 @@ class Fp8State:
             slots = [self._slots[name, kind] for kind in KINDS]
             seen = row[1 + len(KINDS) :].view(len(KINDS), -1).to(history)
             history[slots] = seen
+            saved = row[1 : 1 + len(KINDS)].to(scale)
+            # Earlier versions wrote 1 for a slot that has seen nothing.
+            saved = saved.masked_fill((saved == 1) & ~seen.any(dim=1), 0.0)
             # Made anew: the saved ones are for the format and the margin of the run that saved them.
             maxima = [self._maxima[slot] for slot in slots]
-            scale[slots] = self._scales_of(seen, row[1 : 1 + len(KINDS)].to(scale), maxima)
+            scale[slots] = self._scales_of(seen, saved, maxima)
 
     def reset_row(self, name: str) -> None:
         """Start one linear anew, as when its model was built."""
@@ -337,8 +340,8 @@ class Fp8State:
         if self.recipe.scaling == "delayed":
             self._noted = None
             slots = [self._slots[name, kind] for kind in KINDS]
-            for tensor, value in zip(self._tensors(self._device()), (0.0, 1.0, 0.0), strict=True):
-                tensor[slots] = value
+            for tensor in self._tensors(self._device()):
+                tensor[slots] = 0.0
 
     def snapshot(self) -> Callable[[], None]:
         """Remembers everything that a step changes; what is returned brings it back."""

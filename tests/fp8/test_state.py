@@ -82,6 +82,37 @@ def test_a_loaded_scale_is_of_this_runs_format_and_margin(
     assert not torch.equal(saved.row("a"), loaded.row("a")), "the control: both runs' scales are the same"
 
 
+@pytest.mark.parametrize("history", [1, 4])
+@pytest.mark.parametrize("algorithm", ["max", "most_recent"])
+def test_steps_of_zeros_keep_the_scale(monkeypatch: pytest.MonkeyPatch, algorithm: str, history: int) -> None:
+    """Transformer Engine's rule: a largest magnitude of 0 leaves the scale as it was. It used to be forgotten
+    with the last magnitude in the history, and the next tensor's own was taken."""
+    monkeypatch.setattr(Fp8State, "reduce_max", lambda *unused: None)
+    state = Fp8State(recipe_of("delayed", algorithm=algorithm, history=history), Options())
+    module = torch.nn.Linear(16, 16)
+    state.add(Fp8Linear(state, "a", module.weight))
+    for amax in (2.0, *[0.0] * (history + 2)):
+        with state.stepping(forward_only=False):
+            state.delayed_scale("a", "input", torch.tensor(amax))
+    loaded = Fp8State(state.recipe, Options())
+    loaded.add(Fp8Linear(loaded, "a", module.weight))
+    loaded.load_row("a", state.row("a"))
+    for each in (state, loaded):
+        assert each.has_scale("a", "input") and not each.has_scale("a", "grad")
+        assert each.delayed_scale("a", "input", torch.tensor(100.0)) == 224  # 448 / 2
+        assert each.delayed_scale("a", "grad", torch.tensor(7.0)) == 57344 / 7
+
+
+def test_a_checkpoint_of_an_earlier_version_has_no_scale_where_it_saw_nothing() -> None:
+    state = Fp8State(PRESETS["delayed"], Options())
+    module = torch.nn.Linear(16, 16)
+    state.add(Fp8Linear(state, "a", module.weight))
+    row = state.row("a")
+    row[1:4] = 1.0
+    state.load_row("a", row)
+    assert state.delayed_scale("a", "input", torch.tensor(2.0)) == 224
+
+
 def test_a_step_that_failed_leaves_no_magnitudes(monkeypatch: pytest.MonkeyPatch) -> None:
     """A script may catch its error and go on."""
     monkeypatch.setattr(Fp8State, "reduce_max", lambda *unused: None)
