@@ -18,7 +18,7 @@ from ..near_names import hint
 from .actions import Placement, Schedule, Style
 from .csv_form import read_csv
 from .forward_only import forward_only
-from .generate.catalogue import NAMES, V_SHAPED, generate
+from .generate.catalogue import NAMES, SHORT_NAMES, V_SHAPED, generate
 from .validate import validate
 
 AUTO = "auto"
@@ -208,6 +208,7 @@ def parse(text: str) -> ScheduleChoice:
             ) from error
     name, colon, number = text.partition(":")
     name = name.strip().lower().replace("-", "_")
+    name = SHORT_NAMES.get(name, name)
     if name == AUTO_IF_PIPELINE and not colon:
         return ScheduleChoice(text, AUTO, is_default=True)
     if name not in (AUTO, *NAMES):

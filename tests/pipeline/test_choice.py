@@ -27,6 +27,15 @@ def test_names_say_what_they_are() -> None:
     assert not parse("interleaved:4").is_upstream
 
 
+@pytest.mark.parametrize(
+    ("short", "name"), [("bfc", "breadth_first"), ("DFC", "depth_first"), ("dfc:3", "depth_first")]
+)
+def test_names_of_megadpp_are_known(short: str, name: str) -> None:
+    made = parse(short).schedule(2, 2, 6)
+    assert made.name == name
+    assert made == parse(name + short[3:]).schedule(2, 2, 6)
+
+
 def test_a_file_is_its_schedule(tmp_path: Path) -> None:
     made = generate("zbv", ranks=2, microbatches=5)
     (tmp_path / "mine.csv").write_text(to_csv(made))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 from collections import Counter
@@ -147,6 +148,22 @@ def test_a_schedule_that_cannot_be_run_is_not_timed() -> None:
     )
     with pytest.raises(ConfigError, match="wait for each other"):
         Program(late)
+
+
+@pytest.mark.parametrize("ranks", range(2, 6))
+def test_an_interleaved_schedule_is_valid_or_refused_with_the_sizes_that_work(ranks: int) -> None:
+    refused = 0
+    for chunks, microbatches in itertools.product((2, 3), range(1, 13)):
+        for group in (size for size in range(1, microbatches + 1) if microbatches % size == 0):
+            sizes = {"ranks": ranks, "chunks": chunks, "microbatches": microbatches}
+            try:
+                assert not validate(generate("interleaved", group=group, **sizes))
+            except ConfigError as error:
+                refused += 1
+                works = str(error).partition("expected one of ")[2].partition(", or depth_first")[0]
+                for size in works.split(", ") if works != "none" else ():
+                    assert not validate(generate("interleaved", group=int(size), **sizes))
+    assert (refused > 0) == (ranks > 2)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from mt_megatron.near_names import hint
 from mt_megatron.pipeline.actions import Placement, Schedule
 from mt_megatron.pipeline.compare import with_chunks
 from mt_megatron.pipeline.csv_form import read_csv
-from mt_megatron.pipeline.generate.catalogue import NAMES, V_SHAPED, generate
+from mt_megatron.pipeline.generate.catalogue import NAMES, SHORT_NAMES, V_SHAPED, generate
 from mt_megatron.pipeline.simulate.costs import Costs, Edge, Link
 from mt_megatron.pipeline.validate import check
 from mt_megatron.scan.analysis.pipeline_steps import MeasuredPipeline, measured_pipelines, slowest
@@ -100,7 +100,7 @@ class Setting:
                 )
             return made
         name, _, number = text.partition(":")
-        name = name.replace("-", "_")
+        name = SHORT_NAMES.get(name, name.replace("-", "_"))
         if name not in NAMES:
             raise ConfigError(
                 f"found the pipeline schedule {text!r}; expected one of {', '.join(NAMES)}, or a FILE.csv."

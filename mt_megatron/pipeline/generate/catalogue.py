@@ -8,6 +8,7 @@ from ...errors import ConfigError
 from ..actions import Placement, Schedule
 from ..simulate.costs import Costs
 from ..simulate.program import Program
+from ..validate import validate
 from . import looping, v_shape, zero_bubble
 from .capped import capped
 
@@ -23,6 +24,9 @@ NAMES = {
     "dualpipev": "two chunks in a V, a forward beside each backward (DualPipe cut in half)",
 }
 """Name -> one line about it."""
+
+SHORT_NAMES = {"bfc": "breadth_first", "dfc": "depth_first"}
+"""Names that MegatronApp's MegaDPP has for these schedules -> names here."""
 
 
 V_SHAPED = ("zbv", "dualpipev")
@@ -86,7 +90,20 @@ def generate(
                 f"found {microbatches} micro-batches with interleaved on {ranks} ranks; expected a multiple "
                 f"of {group or ranks}; use depth_first, which takes any number"
             )
-        return looping.interleaved(placement, microbatches, group)
+        made = looping.interleaved(placement, microbatches, group)
+        if group is not None and validate(made):
+            sizes = [
+                size
+                for size in range(1, microbatches + 1)
+                if microbatches % size == 0
+                and not validate(looping.interleaved(placement, microbatches, size))
+            ]
+            raise ConfigError(
+                f"found group={group} with interleaved on {ranks} ranks of {chunks} chunks: ranks would wait "
+                f"for each other for ever; of {microbatches} micro-batches expected one of "
+                f"{', '.join(map(str, sizes)) or 'none'}, or depth_first, which takes any size"
+            )
+        return made
     if name == "breadth_first":
         return looping.breadth_first(placement, microbatches)
     if name == "depth_first":
