@@ -14,6 +14,7 @@ from mt_megatron.config.schema import TrainingConfig
 from mt_megatron.errors import ConfigError
 from mt_megatron.fp8.recipe import NATIVE, PRESETS, ROLES
 from mt_megatron.planning.fp8_report import fp8_report, require_recipe
+from mt_megatron.training.init_from_hf import load_run
 from mt_megatron.training.logging.fp8_picture import picture
 from mt_megatron.training.logging.fp8_records import telemetry_files
 from mt_megatron.training.logging.metrics import DEFAULT_NAME, read_records
@@ -87,7 +88,7 @@ def _of(args: argparse.Namespace) -> tuple[TrainingConfig, Path | None, int | No
     if args.run is None:
         if not argv:
             raise ConfigError("no run and no model is given; expected a run's folder or --model NAME")
-        return load_config(argv), None, None
+        return load_run(argv), None, None
     path = Path(args.run)
     if path.is_file():
         return load_config(argv, path), None, None

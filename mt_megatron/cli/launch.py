@@ -264,9 +264,9 @@ def _processes(args: argparse.Namespace, options: list[str], hosts: list[Host], 
 def _devices_here(options: list[str]) -> int:
     """One process per device; on a CPU the fewest that the layout allows."""
     from mt_megatron.backends import registry
-    from mt_megatron.config.parse import load_config
+    from mt_megatron.training.init_from_hf import load_run
 
-    config = load_config(options)
+    config = load_run(options)
     backend, reason = registry.select(config.launch.backend)
     count = backend.device_count() if backend.device_type != "cpu" else config.fewest_processes
     _say(f"{count} process{'es' if count > 1 else ''} on this machine: {backend.name} ({reason})")

@@ -8,9 +8,11 @@ import json
 import os
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 from mt_megatron.cli import progress
+from mt_megatron.cli.prepare import check_published_tokenizer
 from mt_megatron.errors import ConfigError
 
 
@@ -159,6 +161,8 @@ def run(args: argparse.Namespace) -> int:
     from mt_megatron.data.prepare.preprocess_plan import overwrite
 
     _check(args)
+    if args.tokenizer_model is not None:
+        check_published_tokenizer(Path(args.tokenizer_model), "--tokenizer-model")
     options = PreprocessOptions(
         inputs=tuple(args.input),
         output_prefix=args.output_prefix,

@@ -6,7 +6,7 @@ Errors name the line of the YAML file that a key stands in.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args, get_origin
@@ -205,8 +205,11 @@ def divide_samples(values: dict[str, Any], problems: list[str]) -> list[str]:
     return notes
 
 
-def load_config(argv: Sequence[str], yaml_path: str | Path | None = None) -> TrainingConfig:
-    """The configuration that ``argv`` and the YAML file describe; later ones win: preset, YAML, flags.
+def load_config(
+    argv: Sequence[str], yaml_path: str | Path | None = None, *, published: Mapping[str, Any] | None = None
+) -> TrainingConfig:
+    """The configuration that ``argv`` and the YAML file describe; later ones win: ``published`` options of a
+    model, preset, YAML, flags.
 
     ``argv`` holds options only (``--num-layers 4``, ``--num-layers=4``, ``--bf16``, ``--no-bf16``),
     by Megatron-Core's field names or Megatron-LM 0.9's argument names. One ``--config FILE`` in ``argv``
@@ -242,7 +245,7 @@ def load_config(argv: Sequence[str], yaml_path: str | Path | None = None) -> Tra
         for entry in read_yaml(presets.path(preset)):
             from_preset.take_entry(entry)
     aliases = from_preset.aliases + from_yaml.aliases + from_flags.aliases
-    values = from_preset.values | from_yaml.values | from_flags.values
+    values = {**(published or {}), **from_preset.values, **from_yaml.values, **from_flags.values}
     # Last of all: what the preset or the file says goes before what a flag makes likely, which it does as
     # long as nobody takes back what it sets.
     for alias in aliases:

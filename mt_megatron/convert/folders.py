@@ -35,6 +35,17 @@ def check_published(path: Path) -> None:
         raise CheckpointError(f"{path} has no {CONFIG}; expected a folder in Hugging Face's form")
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file. Raises ``CheckpointError``."""
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}. Give a complete copy of it") from error
+    if not isinstance(document, dict):
+        raise CheckpointError(f"{path} holds {type(document).__name__}, expected an object")
+    return document
+
+
 def megatron_folder(path: Path) -> Path:
     """The checkpoint that ``path`` is or names: itself, its newest, or the newest of a run's folder.
 

@@ -42,9 +42,9 @@ def scan(package: Path, model_type: str) -> dict[str, Any]:
     value is the literal default; None without one."""
     own = package / "models" / model_type
     found: dict[str, Any] = {}
+    shared = (package / name for name in _SHARED)
     # Declared defaults come last.
-    names = (own / f"modeling_{model_type}.py", *(package / name for name in _SHARED))
-    for path in (*names, own / f"configuration_{model_type}.py"):
+    for path in (own / f"modeling_{model_type}.py", *shared, own / f"configuration_{model_type}.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8") if path.is_file() else "")):
             found.update(_entries(node))
     return dict(sorted(found.items()))
@@ -61,9 +61,11 @@ def _entries(node: ast.AST) -> dict[str, Any]:
         ):
             return {name: _literal(*rest)}
         case ast.ClassDef(name=name, body=body) if name.endswith("Config"):
-            fields = [each for each in body if isinstance(each, ast.AnnAssign)]
-            own = [each for each in fields if "ClassVar" not in ast.unparse(each.annotation)]
-            return {ast.unparse(each.target): _literal(each.value) for each in own}
+            return {
+                ast.unparse(each.target): _literal(each.value)
+                for each in body
+                if isinstance(each, ast.AnnAssign) and "ClassVar" not in ast.unparse(each.annotation)
+            }
     return {}
 
 
