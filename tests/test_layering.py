@@ -22,6 +22,7 @@ ROWS = (
     {"__init__", "_session"},
     {"patches", "layers", "fp8", "pipeline", "comm"},
     {"patching", "backends", "seams", "parallel"},
+    {"host"},
     {"errors", "near_names", "version"},
 )
 """Packages and files of ``mt_megatron``, upper to lower. A package imports its own row and those below;

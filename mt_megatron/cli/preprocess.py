@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
 import signal
 import time
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 from mt_megatron.cli import progress
 from mt_megatron.cli.prepare import check_published_tokenizer
 from mt_megatron.errors import ConfigError
+from mt_megatron.host import limits
 
 
 class ConsoleProgress(progress.ConsoleProgress):
@@ -123,7 +123,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     add(
         "--workers",
         type=_positive,
-        default=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        default=limits.processors(),
         metavar="N",
         help="processes that encode (here %(default)s, the cores)",
     )
