@@ -380,12 +380,15 @@ def _line(job: LaunchJob, meeting: Meeting | None) -> str:
 def _start(
     job: LaunchJob, meeting: Meeting | None, config: TrainingConfig, *, when_terminated: int = 0
 ) -> int:
+    from mt_megatron.data.loader.shared_memory import shared_memory_problem
     from mt_megatron.launching.jobs.supervise import supervise
 
     command = torchrun_command(job, meeting)
     if config.launch.print_config:
         print(config.to_yaml(), end="")
         return 0
+    if config.launch.check_memory and (line := shared_memory_problem(config, job.processes_per_node)):
+        raise ConfigError(f"{line}; --no-check-memory starts all the same.")
     _say(shlex.join(command))
     sys.stdout.flush()
     listed = _list_of_excluded(config)
