@@ -8,7 +8,13 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from mt_megatron.checkpoint.files import iteration_of, latest_checkpoint, resolve_checkpoint
+from mt_megatron.checkpoint.files import (
+    iteration_of,
+    latest_checkpoint,
+    resolve_checkpoint,
+    run_root,
+    save_folder,
+)
 from mt_megatron.config.parse import load_config
 from mt_megatron.config.schema import TrainingConfig
 from mt_megatron.errors import ConfigError
@@ -97,6 +103,7 @@ def _of(args: argparse.Namespace) -> tuple[TrainingConfig, Path | None, int | No
         # A single checkpoint: its run's folder has the metrics.
         newest, path = resolve_checkpoint(path), path.resolve().parent
     else:
+        path = save_folder(run_root(path))
         found = latest_checkpoint(path) if path.is_dir() else None
         if found is None:
             raise ConfigError(
@@ -106,7 +113,9 @@ def _of(args: argparse.Namespace) -> tuple[TrainingConfig, Path | None, int | No
         newest = found
     config = load_config(argv, newest / "config.yaml")
     named = config.logging.metrics_path
-    return config, Path(named) if named is not None else path / DEFAULT_NAME, iteration
+    own = run_root(path) / DEFAULT_NAME
+    # A run's folder may have been moved since.
+    return config, Path(named) if named is not None and not own.is_file() else own, iteration
 
 
 def _recipes(args: argparse.Namespace) -> int:
