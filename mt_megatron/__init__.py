@@ -25,7 +25,7 @@ patching      the engine of declared patches
 backends      what a device is
 seams         where features plug in
 parallel      rank layouts
-host          limits of the machine and of its containers
+host          the machine that a process runs on
 errors        exceptions
 near_names    suggestions for slips of the finger
 version       of the package

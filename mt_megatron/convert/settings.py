@@ -47,7 +47,7 @@ def configuration(
     that names every difference from the source; ``say`` takes those that are about training alone.
     """
     if published:
-        buildable(options)
+        _require_buildable(options)
     if any(word.split("=")[0] in _NAMES_A_MODEL for word in argv):
         config = load_config(argv)
     else:
@@ -70,9 +70,8 @@ def configuration(
     return config
 
 
-def buildable(options: Mapping[str, Any]) -> TrainingConfig:
-    """The configuration of a ``config.json``'s options. Raises ``CheckpointError`` for a model that no run
-    could be of."""
+def _require_buildable(options: Mapping[str, Any]) -> None:
+    """Raise ``CheckpointError`` for a model that no run could be of."""
     config = assemble(options)
     found = [*model_problems(config), *expert_problems(config, 1)]
     if found:
@@ -80,7 +79,6 @@ def buildable(options: Mapping[str, Any]) -> TrainingConfig:
             "config.json describes a model that cannot be built; expected, in terms of the options that it "
             "is read as:\n" + "\n".join(f"- {line}" for line in found) + "\nCorrect its entries"
         )
-    return config
 
 
 def as_yaml(options: Mapping[str, Any]) -> str:

@@ -1,4 +1,5 @@
 """The machine that a process runs on; imports neither torch nor Megatron.
 
-limits  memory, shared memory, processors and open files that the process may use, a container's included
+bounds  rates, caches with a bound
+peers   who is at the other end of a connection; a listening socket that bounds other users' connections
 """

@@ -146,13 +146,7 @@ class _Run:
             "tokenizer": {"eod": tokenizer.eod, "eod_token": getattr(tokenizer, "eod_token", None)},
         }
         self.store = CheckpointStore(
-            config.checkpoint,
-            self.trainable,
-            job,
-            self.manifest,
-            self.display.say,
-            alone=alone,
-            touch=watchdog.touch,
+            config.checkpoint, self.trainable, job, self.manifest, self.display.say, alone=alone
         )
         self.checkpoint: Path | None = None
         self.began_perturbed: str | None = None

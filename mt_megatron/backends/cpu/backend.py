@@ -21,7 +21,6 @@ from mt_megatron.backends.distributed.namespace import distributed_overrides, tr
 from mt_megatron.backends.dtypes import histc_of_any_dtype
 from mt_megatron.backends.translate import DeviceTranslator, torch_factories
 from mt_megatron.errors import BackendError
-from mt_megatron.host import limits
 
 
 def loopback_interface() -> str | None:
@@ -49,7 +48,7 @@ class CpuBackend:
             return False, "this torch was built without torch.distributed"
         if not torch.distributed.is_gloo_available():
             return False, "this torch was built without Gloo"
-        return True, f"{limits.processors()} processors, Gloo"
+        return True, f"{os.cpu_count()} cores, Gloo"
 
     def device_count(self) -> int:
         return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
@@ -113,7 +112,7 @@ class CpuBackend:
         return int(peak if sys.platform == "darwin" else peak * 1024)
 
     def total_memory(self) -> int | None:
-        return limits.memory().total
+        return int(psutil.virtual_memory().total)
 
     def telemetry(self, index: int) -> telemetry.Reading:
         """The host's: every local rank shares it."""

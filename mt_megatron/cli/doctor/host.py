@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import platform
+import shutil
 import socket
 import sys
 from importlib import metadata
@@ -96,6 +97,8 @@ def version_problems(found: dict[str, Any]) -> list[str]:
 
 def system() -> dict[str, Any]:
     """Operating system, processor, memory, and the shared memory that data loaders use."""
+    cores = os.cpu_count()
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores
     found: dict[str, Any] = {
         "os": platform.system(),
         "release": platform.release(),
@@ -103,21 +106,20 @@ def system() -> dict[str, Any]:
         "libc": " ".join(platform.libc_ver()).strip() or None,
         "cpu": platform.processor() or None,
         "cpu_flags": [],
-        "cores": os.cpu_count(),
-        "cores_allowed": None,
+        "cores": cores,
+        "cores_allowed": allowed,
         "memory_bytes": None,
         "memory_available_bytes": None,
         "shared_memory_free_bytes": None,
-        "open_files": None,
     }
     found.update(_cpuinfo())
     if importlib.util.find_spec("psutil") is not None:
-        from mt_megatron.host import limits
+        import psutil
 
-        memory, shared = limits.memory(), limits.shared_memory()
-        found["memory_bytes"], found["memory_available_bytes"] = memory.total, memory.available
-        found["shared_memory_free_bytes"] = None if shared is None else shared.available
-        found["cores_allowed"], found["open_files"] = limits.processors(), limits.open_files()
+        memory = psutil.virtual_memory()
+        found["memory_bytes"], found["memory_available_bytes"] = int(memory.total), int(memory.available)
+    if os.path.isdir("/dev/shm"):
+        found["shared_memory_free_bytes"] = shutil.disk_usage("/dev/shm").free
     return found
 
 

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import hmac
 import http.client
+import os
 import secrets
 import signal
 import socket
@@ -14,7 +15,6 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from mt_megatron.checkpoint.files import run_root
 from mt_megatron.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
 
     if not 0 <= args.port < 65536:
         raise ConfigError(f"--port is {args.port}; expected 0 (a free one) to 65535")
-    page = scope_files(run_root(args.run)).root / "page.json"
+    page = scope_files(args.run).root / "page.json"
     tokens, is_strange = None, False
     if page.exists():
         try:
@@ -143,6 +143,7 @@ def _server_of(tokens: TokenFile) -> Literal["own", "none", "other", "unproven"]
     """What listens on the port of ``tokens`` on this machine: their ``own`` server, which proves that it has
     the view token before it gets a secret; ``none``; an ``other`` process, as a killed run leaves its file;
     or the process that they name, ``unproven``: it does not answer, or wrongly."""
+    from mt_megatron.host.peers import uid_of_peer
     from mt_megatron.scope.web.access import proof_of
 
     challenge = secrets.token_hex(32)
@@ -154,7 +155,12 @@ def _server_of(tokens: TokenFile) -> Literal["own", "none", "other", "unproven"]
             return "none"
         link.request("GET", f"/api/proof?challenge={challenge}")
         proof = proof_of(tokens.view, challenge).encode()
-        if hmac.compare_digest(link.getresponse().read(len(proof)), proof):
+        end = link.sock
+        if hmac.compare_digest(link.getresponse().read(len(proof)), proof) and (
+            tokens.host == socket.gethostname()
+            # The end of a tunnel is this user's: another user's server could pass the question on.
+            or uid_of_peer(end.getpeername(), end.getsockname()) in (os.geteuid(), 0)
+        ):
             return "own"
     return "unproven" if _listens(tokens) else "other"
 

@@ -42,7 +42,8 @@ OVER_AFTER_STEPS = 10
 _OF_A_FINDING = ("finding_lost_ratio", "finding_confidence_ratio")
 
 
-def _say(line: str) -> None:
+def say_line(line: str) -> None:
+    """Print to the standard error stream."""
     # Whoever reads it may be gone with the run; the alert is still written and posted.
     with contextlib.suppress(OSError):
         print(line, file=sys.stderr, flush=True)
@@ -59,7 +60,7 @@ class Alerts:
         prometheus_port: int | None = None,
         prometheus_address: str = LOOPBACK,
         prometheus_hosts: Collection[str] = (),
-        say: Callable[[str], None] = _say,
+        say: Callable[[str], None] = say_line,
         least_confidence: float = SURE,
         repeat_after_s: float = REPEAT_AFTER_S,
     ) -> None:

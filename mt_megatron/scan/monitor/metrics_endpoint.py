@@ -1,15 +1,21 @@
 """The watcher's figures as Prometheus text over HTTP, on loopback unless another address is asked for.
 
+One answer a connection. ``host.peers.Listener`` bounds connections, those of other users by a part of their
+own; each ends ``REQUEST_S`` after it began.
+
 Every request's ``Host`` header is checked: a browser that a hostile page has led here by DNS rebinding sends
 that page's name. Refused requests get no figures.
 """
 
 from __future__ import annotations
 
+import io
 import ipaddress
+import itertools
 import math
 import socket
 import socketserver
+import sys
 import threading
 from collections.abc import Collection, Iterable, Mapping
 from http import HTTPStatus
@@ -17,8 +23,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from mt_megatron.errors import ConfigError
+from mt_megatron.host.peers import BACKLOG, Listener, is_loopback
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+LINE_BYTES, MOST_LINES = 1024, 32
+"""Of a request that are read; a longer line counts as several."""
 
 Labels = tuple[tuple[str, str], ...]
 
@@ -81,6 +91,12 @@ class Endpoint:
         names = allowed_names(address, hosts)
 
         class Handler(BaseHTTPRequestHandler):
+            def setup(self) -> None:
+                super().setup()
+                with self.rfile as file:  # http.server alone would take 100 headers of 64 KiB
+                    lines = itertools.islice(iter(lambda: file.readline(LINE_BYTES), b"\r\n"), MOST_LINES)
+                    self.rfile = io.BytesIO(b"".join(lines))
+
             def do_GET(self) -> None:
                 # The address at which this connection came in is no name that anybody could rebind.
                 arrived_at = _plain(self.connection.getsockname()[0])
@@ -112,7 +128,6 @@ class Endpoint:
                 f"no Prometheus endpoint on {_shown_address(address)}:{port}: {error}. Choose a free "
                 "--scan-prometheus-port, and for --scan-prometheus-address one of this machine's."
             ) from None
-        self._server.daemon_threads = True
         self.port: int = self._server.server_address[1]
         self.url = f"http://{_shown_address(address)}:{self.port}/metrics"
         self.is_public = not is_loopback(address)
@@ -135,16 +150,6 @@ def allowed_names(address: str, hosts: Collection[str] = ()) -> frozenset[str]:
     own = socket.gethostname()
     names = ["localhost", LOOPBACK, "::1", address, own, own.split(".")[0], *hosts]
     return frozenset(_plain(name) for name in names if name) - {"0.0.0.0", "::"}
-
-
-def is_loopback(address: str) -> bool:
-    """Whether only this machine reaches ``address``."""
-    if address.lower() == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(address).is_loopback
-    except ValueError:
-        return False
 
 
 def _host_of(header: str) -> str:
@@ -171,10 +176,24 @@ def _plain(name: str) -> str:
 
 
 class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = BACKLOG
+    socket: Listener
+
     def server_bind(self) -> None:
+        self.socket.close()
+        self.socket = Listener(self.address_family)
         # Not HTTPServer's: it asks DNS for a name that nothing here needs, for seconds where none answers.
         socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
+
+    def service_actions(self) -> None:
+        self.socket.cut_off()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that is gone, or was cut off, is no news."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handle_error(request, client_address)
 
 
 class _ServerIPv6(_Server):

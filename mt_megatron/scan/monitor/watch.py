@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import os
 import signal
 import sys
@@ -32,7 +33,7 @@ from mt_megatron.scan.findings.text import only_host
 from mt_megatron.scan.format.run_files import RunFiles, append_record, read_run, run_files
 
 from .alert_policy import AT_ONCE, Telling
-from .alerts import Alerts
+from .alerts import Alerts, say_line
 from .child_process import hear_signals, is_alive
 from .incremental_reader import RankTail
 from .metrics_endpoint import LOOPBACK
@@ -100,7 +101,8 @@ class Watch:
         for rank, tail in self._tails.items():
             if rank not in self._lost:
                 tail.most_bytes = max(LEAST_HELD_BYTES, HELD_BYTES // len(self._tails))
-                tail.poll()
+                with contextlib.suppress(OSError):  # of this rank alone; it is lost if that goes on
+                    tail.poll()
         session = max((tail.session for tail in self._tails.values()), default=-1)
         if session > self._session:
             self._reset(session)
@@ -140,13 +142,10 @@ class Watch:
         self._lost.update(ranks)
         if ranks:
             few = ", ".join(map(str, ranks[:8])) + (" ..." if len(ranks) > 8 else "")
-            with contextlib.suppress(OSError):
-                print(
-                    f"scan: {len(ranks)} rank(s) write no trace that can be read here ({few}): they are not "
-                    "judged, the others are",
-                    file=sys.stderr,
-                    flush=True,
-                )
+            say_line(
+                f"scan: {len(ranks)} rank(s) write no trace that can be read here ({few}): they are not "
+                "judged, the others are"
+            )
 
     def _know_places(self, tails: dict[int, RankTail]) -> bool:
         """Whether all ranks of the run have begun to write; clocks are fitted now and then."""
@@ -238,7 +237,7 @@ class Watch:
             append_record(self._files.findings, record)
         except OSError as error:
             # A full disk, say: whoever reads the log is told all the same.
-            print(f"scan: a finding is not in {self._files.findings}: {error}", file=sys.stderr)
+            say_line(f"scan: a finding is not in {self._files.findings}: {error}")
         if self._alerts is not None:
             one_host = only_host(place.host for place in self._places.values())
             self._alerts.finding(finding, named_at_step=step, time_unix=at, one_host=one_host)
@@ -296,9 +295,17 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     with alerts:
         watch = Watch(files, alerts, hang_after_s=options.hang_seconds)
+        say_new = functools.lru_cache(maxsize=1)(say_line)
+
+        def look(*, final: bool = False) -> None:
+            try:
+                watch.look(final=final)
+            except OSError as error:  # storage that is away for a moment, or no file can be opened
+                say_new(f"scan: the trace cannot be read now ({error}); it is tried again")
+
         while not ended and (options.parent_pid is None or is_alive(options.parent_pid)):
             begun, used = time.monotonic(), time.process_time()
-            watch.look()
+            look()
             took = time.process_time() - used
             # At most a tenth of a processor, whatever the world's size.
             until = begun + max(options.period, 10.0 * took)
@@ -311,7 +318,7 @@ def main(arguments: list[str] | None = None) -> int:
                     break
                 time.sleep(min(0.1, options.period))
                 lost = time.monotonic() - now
-        watch.look(final=True)
+        look(final=True)
     return 0
 
 

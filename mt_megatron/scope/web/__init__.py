@@ -9,7 +9,6 @@ app       routes: files, data by name, commands, notices
 guard     checks before any route, headers of every answer
 access    tokens, one-time links, sessions
 messages  kinds and bounds of everything that a browser may say
-limits    rates, caches with a bound
 live      the websocket: notices from a bounded queue
 assets    files of the page, in memory
 views     data of the page's views

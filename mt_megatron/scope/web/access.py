@@ -29,8 +29,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mt_megatron.errors import ConfigError
-
-from .limits import Rate
+from mt_megatron.host.bounds import Rate
 
 TOKEN_BYTES = 32
 

@@ -19,13 +19,14 @@ from starlette.types import ASGIApp
 from starlette.websockets import WebSocket
 
 from mt_megatron.errors import MtMegatronError, ScopeError
+from mt_megatron.host.bounds import Rate, Recent
+from mt_megatron.host.peers import Address
 from mt_megatron.scope.recording.audit import UNWRITTEN, Audit
 from mt_megatron.scope.watch import requests
 
 from .access import Access, Session, proof_of
 from .assets import Asset
 from .guard import Guard, TooLarge, session_of
-from .limits import Rate, Recent
 from .live import Sockets
 from .messages import BOOKMARK, OPEN, PROOF, Refused, checked, parse_command, parse_json, parse_query
 from .pack import CONTENT_TYPE
@@ -72,8 +73,8 @@ class Site:
         self.sockets = Sockets(self.live, self.audit)
 
 
-def application(site: Site) -> ASGIApp:
-    """The guarded application."""
+def application(site: Site, takes: Callable[[Address | None], bool]) -> ASGIApp:
+    """The guarded application. ``takes``: as of ``host.peers.Listener``."""
     routes = _Routes(site)
     app = Starlette(
         routes=[
@@ -100,7 +101,7 @@ def application(site: Site) -> ASGIApp:
             Exception: _failed,
         },
     )
-    return Guard(app, access=site.access, audit=site.audit)
+    return Guard(app, access=site.access, audit=site.audit, takes=takes)
 
 
 class _Routes:

@@ -12,8 +12,7 @@ import asyncio
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-REQUEST_S = 10.0
-"""From the first byte of a request, or from connecting, until all of it is there."""
+from mt_megatron.host.peers import REQUEST_S
 
 ANSWER_S = 30.0
 """In which a client must take something of an answer that waits for it."""

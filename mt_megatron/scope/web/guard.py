@@ -7,17 +7,17 @@ checked on every request and on every websocket, before a session is looked at.
 
 from __future__ import annotations
 
-import ipaddress
 import re
+from collections.abc import Callable
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from mt_megatron.host.peers import Address, is_loopback
 from mt_megatron.scope.recording.audit import Audit
 
-from .access import BURST, REQUESTS_PER_S, Access, Session
-from .limits import Rate
+from .access import Access, Session
 from .messages import MOST_BYTES, MOST_QUERY
 
 HOSTS = frozenset({"localhost", "127.0.0.1", "[::1]"})
@@ -50,17 +50,22 @@ HOW_TO_OPEN = (
     "open the link that it prints; it works once, and for two minutes"
 )
 
+FLOOD = 429, "flood", "too many requests"
+
 _HOST = re.compile(r"(localhost|127\.0\.0\.1|\[::1\])(:\d{1,5})?", re.IGNORECASE)
 
 
 class Guard:
     """ASGI middleware around the routes; ``scope["session"]`` is set for them."""
 
-    def __init__(self, app: ASGIApp, *, access: Access, audit: Audit) -> None:
+    def __init__(
+        self, app: ASGIApp, *, access: Access, audit: Audit, takes: Callable[[Address | None], bool]
+    ) -> None:
+        """``takes``: as of ``host.peers.Listener``, of requests without a session."""
         self._app = app
         self._access = access
         self._audit = audit
-        self._strangers = Rate(REQUESTS_PER_S, BURST)  # all clients without a session together
+        self._takes = takes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -92,17 +97,13 @@ class Guard:
         headers = Headers(scope=scope)
         stranger = self._stranger(scope, headers)
         if stranger is not None:
-            if not self._strangers.take():
-                return 429, "flood", "too many requests"
-            return stranger
+            return stranger if self._takes(scope.get("client")) else FLOOD
         found = self._access.session(session_of(headers))
         if isinstance(found, Session):
             scope["session"] = found
-            if not found.rate.take():
-                return 429, "flood", "too many requests"
-            return None
-        if not self._strangers.take():
-            return 429, "flood", "too many requests"
+            return None if found.rate.take() else FLOOD
+        if not self._takes(scope.get("client")):
+            return FLOOD
         if scope["path"] in OPEN_PATHS or scope["path"].startswith("/assets/"):
             return None
         return 401, found, HOW_TO_OPEN.format(why=found)
@@ -144,18 +145,6 @@ def session_of(headers: Headers) -> str | None:
     return found[0] if len(found) == 1 else None
 
 
-def is_loopback(address: str) -> bool:
-    """Whether only this machine reaches ``address``, an IP address or ``localhost``."""
-    if address.lower() == "localhost":
-        return True
-    try:
-        found = ipaddress.ip_address(address)
-    except ValueError:
-        return False
-    mapped = getattr(found, "ipv4_mapped", None)
-    return bool((mapped or found).is_loopback)
-
-
 class TooLarge(Exception):
     """A body that goes on beyond ``MOST_BYTES``."""
 
@@ -194,4 +183,6 @@ async def _refuse(scope: Scope, receive: Receive, send: Send, status: int, body:
             {"type": "websocket.close", "code": 4000 + status, "reason": ""}
         )  # before accept: HTTP 403
         return
-    await JSONResponse({"error": body}, status)(scope, receive, _with_headers(send))
+    # After a flood's answer the connection ends: another one costs its holder a place and rate.
+    headers = {"Connection": "close"} if status == FLOOD[0] else {}
+    await JSONResponse({"error": body}, status, headers)(scope, receive, _with_headers(send))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import math
 from collections.abc import Callable, Mapping
@@ -16,11 +17,11 @@ from typing import Any
 
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
+from mt_megatron.host.bounds import Rate
+from mt_megatron.host.peers import REQUEST_S
 from mt_megatron.scope.recording.audit import Audit
 
 from .access import Access, Session
-from .connection import REQUEST_S
-from .limits import Rate
 from .messages import MOST_BYTES, Refused, parse_json, parse_socket
 from .source import Live, Subscription
 
@@ -105,10 +106,7 @@ class Sockets:
         session = await self._entered(socket, access)
         if session is None:
             return
-
-        def has_ended() -> bool:
-            return access.has_ended(session)
-
+        has_ended = functools.partial(access.has_ended, session)
         self.open += 1
         subscription = self._live.subscribe(QUEUE)
         wanted: set[str] = set(_KINDS)
@@ -136,19 +134,16 @@ class Sockets:
     async def _entered(self, socket: WebSocket, access: Access) -> Session | None:
         """The session that the first message names, within the time that a request has; None where it names
         none: the websocket is closed then."""
-        why = "no session"
-        try:
-            do, fields = parse_socket(parse_json(await asyncio.wait_for(socket.receive_text(), REQUEST_S)))
-            found = access.session(fields["token"]) if do == "session" else why
-            if isinstance(found, Session):
-                return found
-            why = found
-        except (asyncio.TimeoutError, KeyError, Refused):  # KeyError: bytes instead of text
-            pass
-        except WebSocketDisconnect:
-            return None
-        self._audit.refused(why, path="/live")
-        await socket.close(POLICY_VIOLATION)
+        found: Session | str = "no session"
+        gone = (RuntimeError, WebSocketDisconnect)
+        with contextlib.suppress(asyncio.TimeoutError, KeyError, Refused, *gone):
+            said = parse_json(await asyncio.wait_for(socket.receive_text(), REQUEST_S))  # KeyError: bytes
+            found = access.session(parse_socket(said)[1]["token"])
+        if isinstance(found, Session):
+            return found
+        self._audit.refused(found, path="/live")
+        with contextlib.suppress(*gone):
+            await socket.close(POLICY_VIOLATION)
         return None
 
     async def _send(

@@ -17,11 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mt_megatron.errors import ScopeError
+from mt_megatron.host.bounds import Recent
 from mt_megatron.scope.recording import data as recorded
 from mt_megatron.scope.recording.files import add_bookmark, read_requests
 from mt_megatron.scope.recording.reader import Recording
 
-from .limits import Recent
 from .source import (
     STEP_COLUMNS,
     Alert,

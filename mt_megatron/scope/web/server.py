@@ -16,17 +16,14 @@ from pathlib import Path
 import uvicorn
 
 from mt_megatron.errors import ConfigError
+from mt_megatron.host.peers import BACKLOG, Listener, is_loopback
 
 from .access import TokenFile, link_at, new_ticket, read_token_file, write_secret, write_token_file
 from .app import Site, application
 from .connection import Connection
-from .guard import is_loopback
 from .messages import MOST_BYTES
 
 LOOPBACK = "127.0.0.1"
-
-MOST_CONNECTIONS = 128
-"""Connections and requests at a time; more are answered with 503."""
 
 HEADER_BYTES = 16 * 1024
 
@@ -36,7 +33,7 @@ PING_S = 20.0
 START_S = 10.0
 
 
-def loopback_socket(port: int, address: str = LOOPBACK) -> tuple[socket.socket, str]:
+def loopback_socket(port: int, address: str = LOOPBACK) -> tuple[Listener, str]:
     """A listening socket and what is to be said of it: a port that is taken is replaced by a free one.
 
     Raises ``ConfigError`` for an address that is not loopback, and where no port can be had.
@@ -51,12 +48,11 @@ def loopback_socket(port: int, address: str = LOOPBACK) -> tuple[socket.socket, 
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     said = ""
     for number in dict.fromkeys((port, 0)):
-        found = socket.socket(family, socket.SOCK_STREAM)
+        found = Listener(family)
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             found.bind((address, number))
-            found.listen(64)
-            found.setblocking(False)
+            found.listen(BACKLOG)
             return found, said
         except OSError as error:
             found.close()
@@ -127,7 +123,8 @@ class Page:
     async def run(self) -> None:
         """Answer until ``close`` or cancellation."""
         config = uvicorn.Config(
-            application(self.site),
+            application(self.site, self._socket.takes),
+            backlog=BACKLOG,
             loop="asyncio",
             http=Connection,
             ws="websockets",
@@ -136,7 +133,6 @@ class Page:
             access_log=False,
             proxy_headers=False,
             server_header=False,
-            limit_concurrency=MOST_CONNECTIONS,
             timeout_keep_alive=15,
             timeout_graceful_shutdown=1,
             h11_max_incomplete_event_size=HEADER_BYTES,

@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .limits import Recent
+from mt_megatron.host.bounds import Recent
+
 from .source import By, Matrix, Source, TensorFacts
 
 TILE = 256

@@ -22,9 +22,11 @@ from mt_megatron.scan.analysis.trace import open_trace
 from mt_megatron.scan.clock.fit import Clocks
 from mt_megatron.scan.diagnose.run import Diagnosis, diagnose
 from mt_megatron.scan.export.rank_stream import pieces
+from mt_megatron.scan.findings.finding import Finding
 from mt_megatron.scan.format.records import COUNTER, FLUSH_SECONDS, KIND, OPEN, SPAN
 from mt_megatron.scan.format.run_files import read_run, run_files, segment_path, segment_paths, write_run
 from mt_megatron.scan.format.segments import Group, SegmentWriter, read_rank
+from mt_megatron.scan.monitor import watch as watch_module
 from mt_megatron.scan.monitor.alerts import Alerts
 from mt_megatron.scan.monitor.child_process import is_alive
 from mt_megatron.scan.monitor.incremental_reader import RankTail
@@ -121,6 +123,38 @@ def test_the_watcher_tries_a_file_again_that_it_could_not_read(
     assert tail.step == 0
     tail.poll()
     assert tail.step == 24
+
+
+def test_the_watcher_outlives_storage_that_is_away_for_a_moment(
+    slow: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "away"
+    shutil.copytree(slow, run)
+    looks: list[bool] = []
+    real, polled = Watch.look, RankTail.poll
+
+    def look(self: Watch, *, final: bool = False) -> list[Finding]:
+        looks.append(final)
+        if len(looks) <= 3:
+            raise OSError(errno.ESTALE if len(looks) < 3 else errno.EMFILE, f"away {len(looks) // 3}")
+        return real(self, final=final)
+
+    def poll(self: RankTail) -> None:
+        if self.rank == 1 and len(looks) == 4:
+            raise OSError(errno.EIO, "of one rank")
+        polled(self)
+
+    monkeypatch.setattr(Watch, "look", look)
+    monkeypatch.setattr(RankTail, "poll", poll)
+    monkeypatch.setattr(watch_module, "is_alive", lambda pid: len(looks) < 5)
+    for module, name in ((watch_module, "hear_signals"), (signal, "signal"), (os, "nice")):
+        monkeypatch.setattr(module, name, lambda *_: None)
+    assert watch_module.main([str(run), "--parent-pid", "1", "--period", "0.01"]) == 0
+    assert looks == [False] * 5 + [True]
+    said = capsys.readouterr().err
+    assert said.count("away 0") == said.count("away 1") == 1 and "it is tried again" in said
+    found = [json.loads(line) for line in run_files(run).findings.read_text().splitlines()]
+    assert [(each["cause"], each["ranks"]) for each in found] == [("slow_compute", [2])]
 
 
 def test_without_run_json_places_come_from_the_ranks(slow: Path, tmp_path: Path) -> None:

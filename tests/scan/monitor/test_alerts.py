@@ -13,7 +13,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -22,10 +22,12 @@ from typing import Any
 import pytest
 
 from mt_megatron.errors import ConfigError
+from mt_megatron.host import peers
+from mt_megatron.host.peers import is_loopback
 from mt_megatron.scan.findings.finding import Finding
 from mt_megatron.scan.format.run_files import append_record
 from mt_megatron.scan.monitor.alerts import Alerts, Webhook
-from mt_megatron.scan.monitor.metrics_endpoint import Metrics, is_loopback
+from mt_megatron.scan.monitor.metrics_endpoint import Metrics
 
 REPOSITORY = Path(__file__).parents[3]
 
@@ -219,6 +221,45 @@ def test_a_request_for_another_host_is_refused(tmp_path: Path) -> None:
             assert asked(port, wrong) == 403, wrong
         assert asked(port) == 403 and asked(port, "localhost", "evil.example") == 403
     assert said == [], "loopback is nothing to warn of"
+
+
+def test_a_request_that_is_slow_long_or_absent_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers.Listener.cut_off, "__defaults__", (1.0,))
+    before = threading.active_count()
+    with Alerts(tmp_path, prometheus_port=0, say=lambda _: None) as alerts:
+        assert alerts.endpoint is not None
+        port = alerts.endpoint.port
+        begun = time.monotonic()
+        with ExitStack() as stack:
+            links = [
+                stack.enter_context(socket.create_connection(("127.0.0.1", port), 10)) for _ in range(60)
+            ]
+            for link in links[::2]:
+                link.sendall(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\nX-")
+            while time.monotonic() < begun + 3.0 and not all(has_ended(link) for link in links):
+                with suppress(OSError):
+                    links[0].send(b"x")  # a byte at a time puts nothing off
+                assert asked(port, "localhost") == 200
+            assert all(has_ended(link) for link in links)
+        with socket.create_connection(("127.0.0.1", port), 10) as link, suppress(ConnectionError):
+            link.sendall(
+                b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n" + b"X: yyyyyyyy\r\n" * 100_000 + b"\r\n"
+            )
+            assert link.recv(100).startswith(b"HTTP/1.0 200")
+        # Handlers of connections that ended have ended.
+        while threading.active_count() > before + 1 and time.monotonic() < begun + 10.0:
+            time.sleep(0.01)
+        assert threading.active_count() == before + 1
+
+
+def has_ended(link: socket.socket) -> bool:
+    link.setblocking(False)
+    try:
+        return not link.recv(65536)
+    except BlockingIOError:
+        return False
+    except ConnectionError:
+        return True
 
 
 def test_another_address_is_said_and_asked_for_by_that_address(tmp_path: Path) -> None:

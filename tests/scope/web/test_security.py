@@ -16,6 +16,7 @@ import pytest
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 from mt_megatron.errors import ConfigError, ScopeError
+from mt_megatron.host.peers import is_loopback
 from mt_megatron.scope.web.access import (
     TICKET_S,
     Access,
@@ -26,7 +27,6 @@ from mt_megatron.scope.web.access import (
     write_secret,
     write_token_file,
 )
-from mt_megatron.scope.web.guard import is_loopback
 from mt_megatron.scope.web.messages import COMMANDS, MOST_BYTES
 from mt_megatron.scope.web.server import loopback_socket
 from mt_megatron.scope.web.views.registry import DATA

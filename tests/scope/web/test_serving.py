@@ -23,6 +23,7 @@ import pytest
 from mt_megatron.cli.main import main
 from mt_megatron.cli.scope.open import _server_of
 from mt_megatron.errors import ConfigError, ScopeError
+from mt_megatron.host import peers
 from mt_megatron.scope.recording.files import scope_files
 from mt_megatron.scope.recording.reader import open_recording
 from mt_megatron.scope.recording.writer import Writer
@@ -340,7 +341,9 @@ def inodes_of_listeners(pid: int) -> set[tuple[str, str, int]]:
     return found
 
 
-def test_a_page_whose_process_cannot_be_seen_is_known_by_its_tokens(run: Path) -> None:
+def test_a_page_whose_process_cannot_be_seen_is_known_by_its_tokens(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As of a container that has the host's network and numbers of its own."""
     with served(run) as page:
         known = read_token_file(run / "scope" / "page.json")
@@ -350,6 +353,11 @@ def test_a_page_whose_process_cannot_be_seen_is_known_by_its_tokens(run: Path) -
         assert _server_of(replace(elsewhere, view="x" * 43)) == "other"
         assert _server_of(replace(known, view="x" * 43)) == "unproven"
         assert page.port == known.port
+        # The end of a tunnel to another machine: another user's server could pass the question on.
+        tunnelled = replace(known, host="elsewhere")
+        assert _server_of(tunnelled) == "own"
+        monkeypatch.setattr(peers, "uid_of_peer", lambda *_: os.geteuid() + 1)
+        assert _server_of(tunnelled) == "unproven" and _server_of(known) == "own"
     assert _server_of(elsewhere) == "none"
 
 

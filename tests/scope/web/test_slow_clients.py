@@ -9,8 +9,8 @@ import socket
 import psutil
 import pytest
 
+from mt_megatron.host.peers import MOST_CONNECTIONS
 from mt_megatron.scope.web import connection
-from mt_megatron.scope.web.server import MOST_CONNECTIONS
 from tests.scope.sidecar.fake_ranks import until
 from tests.scope.web.support import Served
 
@@ -21,11 +21,11 @@ def test_slow_clients_take_no_place_for_long(page: Served, monkeypatch: pytest.M
     monkeypatch.setattr(connection, "REQUEST_S", 3600.0)
     with contextlib.ExitStack() as stack:
         slow = slow_clients(page, stack)
-        # A control: without a deadline they keep everybody out.
-        until(lambda: page.ask("/").status == 503)
+        # A control: without a deadline they keep their own user out.
+        until(lambda: is_refused(page))
         # A place or two may still have been taken by the connections that asked for a session before.
         assert sum(still_open(link) for link in slow) >= MOST_CONNECTIONS - 3
-    until(lambda: page.ask("/").status == 200)
+    until(lambda: not is_refused(page))
     # Longer than a busy machine takes to open them all.
     monkeypatch.setattr(connection, "REQUEST_S", 2.0)
     with contextlib.ExitStack() as stack:
@@ -40,6 +40,13 @@ def test_slow_clients_take_no_place_for_long(page: Served, monkeypatch: pytest.M
         until(lambda: not any(still_open(link) for link in slow))
         monkeypatch.setattr(connection, "REQUEST_S", 10.0)
         assert page.ask("/api/run", session=page.enter()).status == 200
+
+
+def is_refused(page: Served) -> bool:
+    try:
+        return page.ask("/").status != 200
+    except ConnectionResetError:
+        return True
 
 
 def slow_clients(page: Served, stack: contextlib.ExitStack) -> list[socket.socket]:

@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from mt_megatron.host.bounds import Recent
 from mt_megatron.scan.format.records import KIND, OPEN, SPAN
 from mt_megatron.scan.format.run_files import segment_paths
 from mt_megatron.scan.format.segments import RankTrace, read_segments, segment_meta, without_ended
-
-from ..limits import Recent
 
 if TYPE_CHECKING:
     from mt_megatron.scan.analysis.trace import Trace
