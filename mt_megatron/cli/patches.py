@@ -32,6 +32,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     )
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     one = _action(actions, "list", "every patch, and whether it would be applied", "list --backend cpu")
+    one.add_argument("--errata", action="store_true", help="mended defects of Megatron-Core alone")
     one.add_argument("--json", action="store_true", help="print one JSON array")
     one = _action(actions, "explain", "all about one patch", "explain device.torch")
     one.add_argument("id", metavar="ID", help="as 'list' shows it")
@@ -78,6 +79,8 @@ def _list(args: argparse.Namespace) -> int:
         backend, why, patches = _declared(args.backend)
         found = backend.name, why, patches
     name, why, patches = found
+    if args.errata:
+        patches = [patch for patch in patches if patch.feature == "errata"]
     _, left_out = select_patches(patches, name, None)
     reasons = {patch.id: reason for patch, reason in left_out}
     if args.json:

@@ -38,6 +38,7 @@ CONCERNS = (
     "compat.transformer_engine",
     "errata.loopback_listener",
     "errata.shared_parameters",
+    "errata.weights",
     "model.linear",
     "model.norm",
     "model.attention",

@@ -85,7 +85,6 @@ def wrap(config: TrainingConfig, job: Job, core: Any, modules: list[torch.nn.Mod
     ddp.check_for_nan_in_grad = False
     chunks: list[Any] = []
     for index, module in enumerate(modules):
-        _mark_parts(module)
         for parameter in module.parameters():
             tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
         module.to(device)
@@ -96,30 +95,6 @@ def wrap(config: TrainingConfig, job: Job, core: Any, modules: list[torch.nn.Mod
     if not chunks:
         raise ConfigError(f"the model family {config.model.family!r} built no module for rank {job.rank}")
     return chunks
-
-
-def _mark_parts(model: torch.nn.Module) -> None:
-    """Mark the weights that tensor-parallel ranks have parts of. Upstream does where it draws them alone:
-    without ``perform_initialization`` the gradient norm would leave out all ranks' parts but one's."""
-    from megatron.core.tensor_parallel import layers
-    from megatron.core.transformer.moe.experts import GroupedMLP
-
-    dimensions: dict[type, dict[str, int]] = {
-        layers.ColumnParallelLinear: {"weight": 0},
-        layers.VocabParallelEmbedding: {"weight": 0},
-        layers.RowParallelLinear: {"weight": 1},
-        GroupedMLP: {"weight1": 1, "weight2": -1},
-    }
-    for module in model.modules():
-        for kind, names in dimensions.items():
-            for name, dimension in names.items() if isinstance(module, kind) else ():
-                weight = getattr(module, name, None)
-                if weight is None or hasattr(weight, "tensor_model_parallel"):
-                    continue
-                if dimension < 0:
-                    # Ours are [experts, hidden, ffn], upstream's [experts x ffn, hidden].
-                    dimension = 2 if weight.dim() == 3 else 0
-                layers.set_tensor_model_parallel_attributes(weight, True, dimension, 1)
 
 
 def _connect(core: Any, chunks: list[Any], optimizer: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -184,3 +185,11 @@ def test_the_list_needs_no_torch(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "\nmoe (" in done.stdout and "\nerrata (" in done.stdout
+
+
+def test_errata_are_listed_with_their_issues(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["patches", "list", "--backend", "cpu", "--errata", "--json"]) == 0
+    found = {each["id"]: each for each in json.loads(capsys.readouterr().out)}
+    assert "errata.shared_parameters" in found and {each["feature"] for each in found.values()} == {"errata"}
+    for name, each in found.items():
+        assert re.search(r"NVIDIA/Megatron-LM [#!]\d+|no issue upstream", each["reason"]), name

@@ -102,7 +102,8 @@ def attach_z_loss(router: Any, logits: Tensor) -> Tensor:
     loss = z_loss_func(logits, coefficient)
     if now.counted:
         tracked = loss.detach() / coefficient
-        _track(router, "z_loss", tracked, None)
+        everywhere = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+        _track(router, "z_loss", tracked, None, everywhere)
         if router.load is not None:
             router.load.add_z_loss(tracked)
     return _attach(logits, loss, config, tokens=logits.size(0) * parts)
@@ -142,12 +143,14 @@ def _attach(activation: Tensor, loss: Tensor, config: Any, *, tokens: int) -> Te
     return attached
 
 
-def _track(router: Any, name: str, loss: Tensor, group: Any) -> None:
+def _track(router: Any, name: str, loss: Tensor, summed_over: Any, averaged_over: Any = None) -> None:
     from megatron.core.transformer.moe.moe_utils import save_to_aux_losses_tracker
 
     layers = router.config.num_layers
     if router.layer_number is not None and router.layer_number <= layers:
-        save_to_aux_losses_tracker(name, loss, router.layer_number, layers, reduce_group=group)
+        save_to_aux_losses_tracker(
+            name, loss, router.layer_number, layers, reduce_group=summed_over, avg_group=averaged_over
+        )
 
 
 # The loss function's part. Gradients of a loss per token are divided by the tokens that the loss functions

@@ -1,7 +1,7 @@
-"""A pending transfer lives until it is done, also when the schedule lets go of tensor or handle.
+"""A pending transfer lives until it is done, also when the schedule lets go of its handle.
 
-NCCL orders a transfer on a stream and needs neither afterwards. Gloo reads and writes memory later,
-and forgets a transfer whose handle is collected: the peer then waits for ever.
+NCCL orders a transfer on a stream and needs no handle afterwards. Gloo forgets a transfer whose handle is
+collected: the peer then waits for ever.
 """
 
 from __future__ import annotations
@@ -55,11 +55,6 @@ def _p2p_ops(original: Callable[..., list[Any]], **kwargs: Any) -> list[_Pending
     # By now the schedule that dropped them has ended everywhere or will without our help.
     while _abandoned:
         _abandoned.pop().wait()
-    for name in ("tensor_send_prev", "tensor_send_next"):
-        if kwargs[name] is not None:
-            # Another tensor of the same storage: ``deallocate_pipeline_outputs`` swaps the ``.data``
-            # of an output while it is being sent, and what Gloo holds is the tensor.
-            kwargs[name] = kwargs[name].detach()
     return [_Pending(work) for work in original(**kwargs)]
 
 
@@ -71,7 +66,7 @@ def patches(backend: Backend) -> list[Patch]:
             kind="wrap",
             feature="collectives",
             backends=frozenset({"cpu"}),
-            reason="Gloo loses a transfer whose handle is dropped, and reads a sent tensor after its end",
+            reason="Gloo loses a transfer whose handle is dropped",
             body=_p2p_ops,
             digest="0ac270f03d1f127aa96e6f80815a17644993c11c656cf91cd4641a04358f1598",
         )

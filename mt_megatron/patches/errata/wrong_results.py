@@ -1,4 +1,5 @@
-"""Defects of Megatron-Core 0.9.0 that give wrong numbers without a message. Each names upstream's issue."""
+"""Defects of Megatron-Core 0.9.0 that give wrong numbers without a message, with upstream's issues (#) and
+internal merge requests (!)."""
 
 from __future__ import annotations
 
@@ -131,6 +132,29 @@ def _sample(original: Callable[..., Any], self: Any, idx: int | None) -> Any:
     return original(self, idx)
 
 
+def _reduce(original: Callable[[Any], Any], input_: Any) -> Any:
+    return original(input_.contiguous())
+
+
+def _p2p_ops(original: Callable[..., list[Any]], **kwargs: Any) -> list[Any]:
+    """Send another tensor of the same storage: ``deallocate_pipeline_outputs`` swaps the ``.data`` of an
+    output while it is sent, and a pending transfer holds the tensor."""
+    for name in ("tensor_send_prev", "tensor_send_next"):
+        if kwargs[name] is not None:
+            kwargs[name] = kwargs[name].detach()
+    return original(**kwargs)
+
+
+def _sequence_pointers(original: Callable[..., list[int]], self: Any, sequence_lengths: Any) -> list[int]:
+    """Lengths of an index that is merged are int32, and so is their sum under numpy 2."""
+    return original(self, [int(length) for length in sequence_lengths])
+
+
+def _get(original: Callable[..., Any], self: Any, idx: Any, offset: Any = 0, length: Any = None) -> Any:
+    """``GPTDataset`` has offsets in int32, and so is their product with a token's bytes under numpy 2."""
+    return original(self, idx, int(offset), length)
+
+
 def patches(backend: Backend) -> list[Patch]:
     return [
         Patch(
@@ -149,7 +173,8 @@ def patches(backend: Backend) -> list[Patch]:
             target=f"{_RANDOM}:CudaRNGStatesTracker.fork",
             kind="wrap",
             feature="errata",
-            reason="a fork inside a fork of the same stream repeats its numbers and loses its advance",
+            reason="a fork inside a fork of the same stream repeats its numbers and loses its advance "
+            "(NVIDIA/Megatron-LM #2641)",
             body=_fork,
             digest="ad1fa44b31f8764f54b6ba14dfff98d0ed9d2f493b64170b7a6c2f5003b2b9fd",
         ),
@@ -159,7 +184,7 @@ def patches(backend: Backend) -> list[Patch]:
             kind="wrap",
             feature="errata",
             reason="recomputation replays the random numbers of the forks that were open in the forward pass "
-            "and computes in the types of its autocast",
+            "and computes in the types of its autocast (no issue upstream)",
             body=_checkpoint_forward,
             digest="4902e6427316049dfbda728d39ae962a4349b79987aa9bab977fb51e8b0ec1e3",
             after=("errata.nested_forks",),
@@ -169,7 +194,8 @@ def patches(backend: Backend) -> list[Patch]:
             target=f"{_RANDOM}:CheckpointFunction.backward",
             kind="wrap",
             feature="errata",
-            reason="recomputation replays the random numbers of the forks that were open in the forward pass",
+            reason="recomputation replays the random numbers of the forks that were open in the forward pass "
+            "(no issue upstream)",
             body=_checkpoint_backward,
             digest="7b3a1279aaa63de75a885d6638ad5114cdfb1aa0c71a095d962687e4255475ef",
             after=("errata.recomputed_forks",),
@@ -183,5 +209,45 @@ def patches(backend: Backend) -> list[Patch]:
             "overwritten in place (NVIDIA/Megatron-LM #1269, #1711, #6981)",
             body=_sample,
             digest="7ca1b441b2a05b70d827751f6fea1bfd583cb88606f60e3cf0dd080d020f455c",
+        ),
+        Patch(
+            id="errata.reduce_strided",
+            target="megatron.core.tensor_parallel.mappings:_reduce",
+            kind="wrap",
+            feature="errata",
+            reason="a tensor that is not contiguous is summed in a copy and returned as it was "
+            "(NVIDIA/Megatron-LM #5338)",
+            body=_reduce,
+            digest="e44b413ed10adfb74ea5d94592da43e5203b73ea9f05b8790d54b6be26806fda",
+        ),
+        Patch(
+            id="errata.sent_outputs",
+            target="megatron.core.pipeline_parallel.p2p_communication:_p2p_ops",
+            kind="wrap",
+            feature="errata",
+            reason="an interleaved schedule with overlap_p2p_comm frees an output while it is sent: the next "
+            "stage computes on other values (NVIDIA/Megatron-LM #4047)",
+            body=_p2p_ops,
+            digest="0ac270f03d1f127aa96e6f80815a17644993c11c656cf91cd4641a04358f1598",
+        ),
+        Patch(
+            id="errata.sequence_pointers",
+            target="megatron.core.datasets.indexed_dataset:_IndexWriter._sequence_pointers",
+            kind="wrap",
+            feature="errata",
+            reason="merged indexes point to other tokens beyond 2 GiB (NVIDIA/Megatron-LM !3323)",
+            body=_sequence_pointers,
+            requires={"numpy": ">=2"},
+            digest="f6711555cd00da7f21036df45d4db4c4dbfc9e3797de4bf9fb644ad3721c721c",
+        ),
+        Patch(
+            id="errata.document_offsets",
+            target="megatron.core.datasets.indexed_dataset:IndexedDataset.get",
+            kind="wrap",
+            feature="errata",
+            reason="samples beyond 2 GiB of a document have other tokens (NVIDIA/Megatron-LM #3306)",
+            body=_get,
+            requires={"numpy": ">=2"},
+            digest="2ae95b0dfc748bf6093909c7621de0dfe39b75ad784783e9400b849f489c03af",
         ),
     ]

@@ -150,10 +150,6 @@ def _make_backward_post_hook(
     return hook
 
 
-def _reduce(original: Callable[[Any], Any], input_: Any) -> Any:
-    return original(input_.contiguous())
-
-
 def _start_grad_sync(original: Callable[..., None], self: Any) -> None:
     late_wgrad.before_reduction(self.params)
     require_no_pending_wgrad(self.params)
@@ -225,15 +221,6 @@ def patches(backend: Backend) -> list[Patch]:
             "behind would be added to the next step's",
             body=_clear,
             digest="9416d0ed9720118ff996fd7f854acd66caceaa6feb2c134259376e0cd1ae7430",
-        ),
-        Patch(
-            id="linear.reduce_strided",
-            target="megatron.core.tensor_parallel.mappings:_reduce",
-            kind="wrap",
-            feature="linear",
-            reason="a tensor that is not contiguous is summed in a copy, and returned as it was",
-            body=_reduce,
-            digest="e44b413ed10adfb74ea5d94592da43e5203b73ea9f05b8790d54b6be26806fda",
         ),
         Patch(
             id="linear.wait_for_deferred_wgrad",

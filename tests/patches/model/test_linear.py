@@ -318,6 +318,6 @@ def test_tensor_that_is_not_contiguous_is_summed_too():
     for features, expected in (
         (None, [[0.0, 4.0], [2.0, 6.0]]),
         # Upstream alone sums a copy. Should that change one day, the patch can go.
-        (["device", "collectives", "compat"], [[0.0, 2.0], [1.0, 3.0]]),
+        (["device", "collectives", "compat", "linear"], [[0.0, 2.0], [1.0, 3.0]]),
     ):
         assert run_ranks(2, f"{HERE}:strided_sum", features) == [expected] * 2
