@@ -39,6 +39,7 @@ CONCERNS = (
     "errata.loopback_listener",
     "errata.shared_parameters",
     "errata.weights",
+    "errata.blends",
     "model.linear",
     "model.norm",
     "model.attention",

@@ -3,5 +3,6 @@
 wrong_results      wrong numbers without a message
 shared_parameters  the gradient buffer's place of a shared embedding
 weights            marks and values of weights that are not drawn
+blends             samples of weighted blends
 loopback_listener  a listener on all interfaces, pinned to 127.0.0.1
 """
