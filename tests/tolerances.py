@@ -104,7 +104,7 @@ def _record(comparisons: Iterator[tuple[Any, Any, float, float]]) -> None:
     places = []
     while frame is not None:
         name = frame.f_code.co_filename
-        if name.startswith(_TESTS):
+        if name.startswith(_TESTS) and name != __file__:
             places.append(f"{name[len(_TESTS) :]}:{frame.f_lineno}")
         frame = frame.f_back
     if not places:

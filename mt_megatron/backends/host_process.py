@@ -9,6 +9,8 @@ import sys
 
 import torch
 
+from mt_megatron.host import limits
+
 logger = logging.getLogger("mt_megatron")
 
 # Parameters of glibc's mallopt (malloc.h).
@@ -17,9 +19,8 @@ _DEFAULT_MMAP_MAX = 65536
 
 
 def cores_per_rank(local_ranks: int) -> int:
-    """Cores that this process may run on, shared out among the ranks of this node; at least 1."""
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, allowed // max(1, local_ranks))
+    """Processors that this process may keep busy, shared out among the ranks of this node; at least 1."""
+    return max(1, limits.processors() // max(1, local_ranks))
 
 
 def set_threads(asked: int | None = None) -> int:

@@ -30,6 +30,9 @@ from mt_megatron.errors import CheckpointError
 
 LATEST = "latest_checkpointed_iteration.txt"
 MANIFEST = "mt_megatron.json"
+RUN_FOLDERS = ("checkpoints", "scan", "scope")
+"""Parts of a run's folder."""
+
 MARKER = "COMPLETE"
 
 POINTS = ("writing", "written", "manifest", "marker", "moved_away", "renamed", "pointer", "pruning", "done")
@@ -172,6 +175,23 @@ def complete_checkpoints(directory: Path) -> list[Path]:
     )
 
 
+def run_root(named: Path | str) -> Path:
+    """The folder of the run that a command is given: that folder, or a part of it: one of ``RUN_FOLDERS`` or
+    a checkpoint."""
+    path = Path(named)
+    if iteration_of(path) is not None:
+        path = path.parent
+    is_part = path.name in RUN_FOLDERS and not any((path / each).is_dir() for each in RUN_FOLDERS)
+    return path.parent if is_part else path
+
+
+def save_folder(run: Path) -> Path:
+    """The folder of checkpoints of ``run``: itself, or below it, where the launch scripts save."""
+    below = run / RUN_FOLDERS[0]
+    has_own = (run / LATEST).is_file() or complete_checkpoints(run)
+    return below if below.is_dir() and not has_own else run
+
+
 def latest_checkpoint(directory: Path) -> Path | None:
     """The checkpoint that ``directory`` says is its newest; without a pointer, the one of the latest step.
 
@@ -219,14 +239,14 @@ def pointed_at(folder: Path) -> bool:
 
 
 def resolve_checkpoint(path: Path) -> Path:
-    """``path`` itself when it is a checkpoint, else the newest one below it.
+    """``path`` itself when it is a checkpoint, else the newest one of that folder of a run.
 
     Raises ``CheckpointError`` when there is neither.
     """
     if iteration_of(path) is not None:
         read_manifest(path)
         return path
-    found = latest_checkpoint(path)
+    found = latest_checkpoint(save_folder(path))
     if found is None:
         raise CheckpointError(
             f"found no checkpoint in {path}: expected {LATEST} there, or the path of an iter_* folder"

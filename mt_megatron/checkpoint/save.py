@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -62,14 +62,21 @@ class SaveReport:
 class Saver:
     """What the saves of one run share: the plan, the host memory, the name of their partial folders."""
 
-    def __init__(self, directory: Path, job: Job, manifest: Mapping[str, Any]) -> None:
-        """Collective."""
+    def __init__(
+        self,
+        directory: Path,
+        job: Job,
+        manifest: Mapping[str, Any],
+        touch: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Collective. ``touch`` is called while the main thread waits for a write that gets on."""
         name = [files.owner_name()]
         with collectives.announced("broadcast_object", "world", None):
             dist.broadcast_object_list(name, src=0)
         self.directory = directory
         self.job = job
         self.manifest = manifest
+        self.touch = touch
         self.owner: str = name[0]
         self.planner = Planner(job)
         self.snapshot = Snapshot(job.backend)
@@ -89,6 +96,7 @@ class Save:
         self._trainable = trainable
         self._progress = progress
         self._background = background
+        self._is_awaited = not background
         self._final = saver.directory / files.folder_name(progress.iteration)
         self._partial = saver.directory / f".{self._final.name}.{saver.owner}.partial"
         self._plan: Plan | None = None
@@ -124,9 +132,13 @@ class Save:
 
     def _write(self, parts: list[Any]) -> Written:
         events.begin("checkpoint", op="write", iteration=self.iteration)
-        written = write_files(self._partial, parts, self._saver.job.rank)
+        written = write_files(self._partial, parts, self._saver.job.rank, self._wrote)
         events.end("checkpoint", bytes=sum(entry["bytes"] for entry in written.files.values()))
         return written
+
+    def _wrote(self) -> None:
+        if self._is_awaited:
+            self._saver.touch()
 
     @property
     def ready(self) -> bool:
@@ -148,6 +160,7 @@ class Save:
         started = time.monotonic()
         saver, job, plan = self._saver, self._saver.job, self._plan
         assert plan is not None
+        self._is_awaited = True
         written = self._writing.result() if isinstance(self._writing, Task) else self._writing
         # Where things are in the files changes as rarely as the plan.
         news = None if self._results == saver.sent else self._results

@@ -93,9 +93,11 @@ class CheckpointStore:
         say: Callable[[str], None],
         *,
         alone: bool = True,
+        touch: Callable[[], None] = lambda: None,
     ) -> None:
         """``manifest`` (JSON-able; ``config`` in it becomes ``config.yaml``) lies beside every checkpoint.
-        ``say`` takes lines for the log. ``alone``: the run holds the lock of the folder to save to."""
+        ``say`` takes lines for the log. ``alone``: the run holds the lock of the folder to save to. ``touch``
+        is called while the main thread waits for a write that gets on."""
         self.newest: Path | None = None
         """The newest complete checkpoint of this run, or the one it continues."""
 
@@ -113,7 +115,7 @@ class CheckpointStore:
         self._saver: Saver | None = None
         if options.save is not None:
             document = {"versions": versions(job), **manifest}
-            self._saver = Saver(Path(options.save), job, document)
+            self._saver = Saver(Path(options.save), job, document, touch)
 
     def resume(self) -> Resumed:
         """Continue as ``--resume`` says, or start from given weights, or start anew.

@@ -47,15 +47,18 @@ FileParts = tuple[str, Callable[[], Iterable[Any]]]
 """A file's name, and what makes the buffers it consists of."""
 
 
-def write_files(folder: Path, files: Iterable[FileParts], rank: int) -> Written:
-    """Write every file durably below ``folder``. Does not raise: what went wrong is in the result."""
+def write_files(
+    folder: Path, files: Iterable[FileParts], rank: int, wrote: Callable[[], None] = lambda: None
+) -> Written:
+    """Write every file durably below ``folder``. Does not raise: what went wrong is in the result. ``wrote``
+    is called after each buffer."""
     written = Written(rank=rank)
     path = folder
     try:
         for name, parts in files:
             path = folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
-            written.files[name] = _write(path, parts())
+            written.files[name] = _write(path, parts(), wrote)
         for path in {(folder / name).parent for name in written.files}:
             sync_folder(path)
     except NotFiniteError as error:
@@ -66,7 +69,7 @@ def write_files(folder: Path, files: Iterable[FileParts], rank: int) -> Written:
     return written
 
 
-def _write(path: Path, parts: Iterable[Any]) -> dict[str, Any]:
+def _write(path: Path, parts: Iterable[Any], wrote: Callable[[], None]) -> dict[str, Any]:
     size, crc = 0, 0
     with open(path, "wb", buffering=1 << 18) as stream:
         reached("writing")
@@ -74,6 +77,7 @@ def _write(path: Path, parts: Iterable[Any]) -> dict[str, Any]:
             stream.write(part)
             crc = zlib.crc32(part, crc)
             size += len(part)
+            wrote()
         stream.flush()
         os.fsync(stream.fileno())
     return {"bytes": size, "crc32": f"{crc:08x}"}

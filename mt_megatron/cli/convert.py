@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import threading
 import time
@@ -15,6 +14,7 @@ from typing import Any
 from mt_megatron.cli import progress
 from mt_megatron.convert.folders import check_destination, check_published, megatron_folder
 from mt_megatron.errors import CheckpointError, ConfigError
+from mt_megatron.host import limits
 
 
 class ConsoleProgress(progress.ConsoleProgress):
@@ -129,7 +129,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     forms = (("huggingface", args.to_hf), ("torch_dist", args.to_megatron), ("torch", args.to_torch))
     form, destination = next((form, path) for form, path in forms if path is not None)
-    workers = args.workers or min(_MOST_WORKERS, len(os.sched_getaffinity(0)))
+    workers = args.workers or min(_MOST_WORKERS, limits.processors())
     # Each file has a thread of its own; torch's would only get into each other's way.
     torch.set_num_threads(1)
     with ConsoleProgress() as progress:

@@ -8,12 +8,19 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from mt_megatron.checkpoint.files import iteration_of, latest_checkpoint, resolve_checkpoint
+from mt_megatron.checkpoint.files import (
+    iteration_of,
+    latest_checkpoint,
+    resolve_checkpoint,
+    run_root,
+    save_folder,
+)
 from mt_megatron.config.parse import load_config
 from mt_megatron.config.schema import TrainingConfig
 from mt_megatron.errors import ConfigError
 from mt_megatron.fp8.recipe import NATIVE, PRESETS, ROLES
 from mt_megatron.planning.fp8_report import fp8_report, require_recipe
+from mt_megatron.training.init_from_hf import load_run
 from mt_megatron.training.logging.fp8_picture import picture
 from mt_megatron.training.logging.fp8_records import telemetry_files
 from mt_megatron.training.logging.metrics import DEFAULT_NAME, read_records
@@ -87,7 +94,7 @@ def _of(args: argparse.Namespace) -> tuple[TrainingConfig, Path | None, int | No
     if args.run is None:
         if not argv:
             raise ConfigError("no run and no model is given; expected a run's folder or --model NAME")
-        return load_config(argv), None, None
+        return load_run(argv), None, None
     path = Path(args.run)
     if path.is_file():
         return load_config(argv, path), None, None
@@ -96,6 +103,7 @@ def _of(args: argparse.Namespace) -> tuple[TrainingConfig, Path | None, int | No
         # A single checkpoint: its run's folder has the metrics.
         newest, path = resolve_checkpoint(path), path.resolve().parent
     else:
+        path = save_folder(run_root(path))
         found = latest_checkpoint(path) if path.is_dir() else None
         if found is None:
             raise ConfigError(
@@ -105,7 +113,9 @@ def _of(args: argparse.Namespace) -> tuple[TrainingConfig, Path | None, int | No
         newest = found
     config = load_config(argv, newest / "config.yaml")
     named = config.logging.metrics_path
-    return config, Path(named) if named is not None else path / DEFAULT_NAME, iteration
+    own = run_root(path) / DEFAULT_NAME
+    # A run's folder may have been moved since.
+    return config, Path(named) if named is not None and not own.is_file() else own, iteration
 
 
 def _recipes(args: argparse.Namespace) -> int:

@@ -264,9 +264,9 @@ def _processes(args: argparse.Namespace, options: list[str], hosts: list[Host], 
 def _devices_here(options: list[str]) -> int:
     """One process per device; on a CPU the fewest that the layout allows."""
     from mt_megatron.backends import registry
-    from mt_megatron.config.parse import load_config
+    from mt_megatron.training.init_from_hf import load_run
 
-    config = load_config(options)
+    config = load_run(options)
     backend, reason = registry.select(config.launch.backend)
     count = backend.device_count() if backend.device_type != "cpu" else config.fewest_processes
     _say(f"{count} process{'es' if count > 1 else ''} on this machine: {backend.name} ({reason})")
@@ -380,12 +380,15 @@ def _line(job: LaunchJob, meeting: Meeting | None) -> str:
 def _start(
     job: LaunchJob, meeting: Meeting | None, config: TrainingConfig, *, when_terminated: int = 0
 ) -> int:
+    from mt_megatron.data.loader.shared_memory import shared_memory_problem
     from mt_megatron.launching.jobs.supervise import supervise
 
     command = torchrun_command(job, meeting)
     if config.launch.print_config:
         print(config.to_yaml(), end="")
         return 0
+    if config.launch.check_memory and (line := shared_memory_problem(config, job.processes_per_node)):
+        raise ConfigError(f"{line}; --no-check-memory starts all the same.")
     _say(shlex.join(command))
     sys.stdout.flush()
     listed = _list_of_excluded(config)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from mt_megatron import _session
 from mt_megatron.errors import MtMegatronError, PatchError
+from mt_megatron.host import limits
 
 if TYPE_CHECKING:
     from mt_megatron.backends.base import Backend
@@ -114,7 +115,7 @@ def _without_torch(asked: str) -> tuple[str, str, list[Patch]] | None:
     if torch is None or torch.origin is None or asked not in ("auto", "cpu"):
         return None
     if asked == "cpu":
-        why = f"cpu was asked for: {os.cpu_count()} cores, Gloo"
+        why = f"cpu was asked for: {limits.processors()} processors, Gloo"
     else:
         built = Path(torch.origin).with_name("version.py").read_text(encoding="utf-8")
         for_cuda = re.search(r"^cuda\b.*= None$", built, re.MULTILINE) is None

@@ -10,7 +10,6 @@ import shutil
 import sys
 from typing import Any
 
-from mt_megatron.config.parse import load_config
 from mt_megatron.config.schema import TrainingConfig
 from mt_megatron.errors import ConfigError
 from mt_megatron.planning.build import model_shape
@@ -27,6 +26,7 @@ from mt_megatron.planning.validate.experts import expert_problems
 from mt_megatron.planning.validate.fp8 import fp8_layer_problems
 from mt_megatron.planning.validate.model import model_problems
 from mt_megatron.planning.validate.parallel import parallel_problems
+from mt_megatron.training.init_from_hf import check_published, load_run
 
 # ``--suggest``: its options, and the ranked layouts as a table or as JSON.
 
@@ -278,7 +278,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "plan",
         description="Count a model's parameters exactly, per kind of module, and what a step of training\n"
         "takes: floating-point operations and the memory of each rank. Nothing is built.\n"
-        "Takes --model NAME and every other option of mt-megatron pretrain.",
+        "Takes --model NAME or --init-from-hf DIR, and every other option of mt-megatron pretrain.",
         epilog="examples:\n  mt-megatron plan --model llama3_8b --json\n"
         "  mt-megatron plan --model llama3_70b --tensor-model-parallel-size 8 --sequence-parallel \\\n"
         "    --pipeline-model-parallel-size 4 --world-size 64 --global-batch-size 512\n"
@@ -311,8 +311,13 @@ def run(args: argparse.Namespace) -> int:
     Returns 1 when layouts were asked for and none fits.
     """
     if not args.config_argv:
-        raise ConfigError("no model is given. Name a preset, such as --model llama3_8b.")
-    config = load_config(args.config_argv)
+        raise ConfigError(
+            "no model is given. Name a preset, such as --model llama3_8b, or a published model with "
+            "--init-from-hf DIR."
+        )
+    config = load_run(args.config_argv)
+    for line in check_published(config):
+        print(f"plan: {line}", file=sys.stderr)
     if args.suggest:
         return print_suggestion(config, args)
     plan = make_plan(config, args.world_size, expert_imbalance=args.expert_imbalance)

@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from mt_megatron.cli.progress import ConsoleProgress
+from mt_megatron.convert.folders import CONFIG
 from mt_megatron.data.prepare.corpus import (
     DEFAULT_MAX_TRAIN_TOKENS,
     DEFAULT_VALIDATION_FRACTION,
     DEFAULT_VOCAB_SIZE,
 )
-from mt_megatron.errors import ConfigError
+from mt_megatron.errors import CheckpointError, ConfigError
 
 _SMALLEST_VOCABULARY = 257
 
@@ -86,6 +87,8 @@ def run(args: argparse.Namespace) -> int:
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"megatron\.core\.")
     from mt_megatron.data.prepare.prepare import prepare_corpus
 
+    if args.tokenizer is not None:
+        check_published_tokenizer(args.tokenizer, "--tokenizer")
     # A bar and lines on one terminal go through the bar; elsewhere each has its own stream.
     with _Progress(plain=not (sys.stderr.isatty() and (args.json or sys.stdout.isatty()))) as progress:
         corpus = prepare_corpus(
@@ -102,6 +105,22 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(dataclasses.asdict(corpus) | {"directory": str(corpus.directory)}, indent=2))
     return 0
+
+
+def check_published_tokenizer(folder: Path, option: str) -> None:
+    """Raise ``CheckpointError`` where ``folder``, which ``option`` names, is of a published model and
+    ``convert`` or ``--init-from-hf`` would not take it. Anything else passes."""
+    if not (folder / CONFIG).is_file():
+        return
+    from mt_megatron.convert.inputs import open_published
+
+    try:
+        open_published(folder, prediction=True)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"the model of {option} {folder} cannot be trained here: {error}\nFor its tokenizer alone give "
+            f"{option} {folder / 'tokenizer.json'}"
+        ) from error
 
 
 class _Progress(ConsoleProgress):

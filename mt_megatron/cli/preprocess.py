@@ -5,13 +5,15 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 from mt_megatron.cli import progress
+from mt_megatron.cli.prepare import check_published_tokenizer
 from mt_megatron.errors import ConfigError
+from mt_megatron.host import limits
 
 
 class ConsoleProgress(progress.ConsoleProgress):
@@ -121,7 +123,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     add(
         "--workers",
         type=_positive,
-        default=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        default=limits.processors(),
         metavar="N",
         help="processes that encode (here %(default)s, the cores)",
     )
@@ -159,6 +161,8 @@ def run(args: argparse.Namespace) -> int:
     from mt_megatron.data.prepare.preprocess_plan import overwrite
 
     _check(args)
+    if args.tokenizer_model is not None:
+        check_published_tokenizer(Path(args.tokenizer_model), "--tokenizer-model")
     options = PreprocessOptions(
         inputs=tuple(args.input),
         output_prefix=args.output_prefix,

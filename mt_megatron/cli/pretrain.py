@@ -11,9 +11,10 @@ from typing import Any
 
 import mt_megatron
 from mt_megatron.config import presets
-from mt_megatron.config.parse import load_config, option_help
+from mt_megatron.config.parse import option_help
 from mt_megatron.errors import ConfigError
 from mt_megatron.planning.validate.environment import check_environment
+from mt_megatron.training.init_from_hf import load_run
 from mt_megatron.training.validate import validate
 
 
@@ -59,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     ``scan.act.EXIT_CODE`` when it ended because of a straggler."""
     if not args.config_argv:
         raise ConfigError("nothing says what to train. Start with --model NAME or --config FILE; see --help.")
-    config = load_config(args.config_argv)
+    config = load_run(args.config_argv)
     if config.launch.print_config:
         print(config.to_yaml(), end="")
         return 0

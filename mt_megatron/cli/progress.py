@@ -34,6 +34,8 @@ class ConsoleProgress:
                 TextColumn("{task.percentage:>3.0f}% {task.fields[figures]}"),
                 TimeRemainingColumn(),
                 console=Console(stderr=True),
+                # The result follows it, or an error: it would say 0 % where nothing was left to do.
+                transient=True,
             )
 
     def __enter__(self: ProgressT) -> ProgressT:

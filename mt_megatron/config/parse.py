@@ -6,7 +6,7 @@ Errors name the line of the YAML file that a key stands in.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args, get_origin
@@ -205,8 +205,34 @@ def divide_samples(values: dict[str, Any], problems: list[str]) -> list[str]:
     return notes
 
 
-def load_config(argv: Sequence[str], yaml_path: str | Path | None = None) -> TrainingConfig:
-    """The configuration that ``argv`` and the YAML file describe; later ones win: preset, YAML, flags.
+def _fit_warmup(values: dict[str, Any], file: Mapping[str, Any], flags: Mapping[str, Any]) -> list[str]:
+    """Make a warm-up that comes from a file fit what was typed: typed as a share, it replaces the file's
+    steps; where the typed schedule is not longer than it, it keeps its share of the file's schedule. Returns
+    a line about it for the log."""
+    steps, share = file.get("lr_warmup_iters"), "lr_warmup_fraction"
+    if "lr_warmup_iters" in flags or steps is None:
+        return []
+    if flags.get(share) is not None:
+        values["lr_warmup_iters"] = None
+        return [
+            f"lr_warmup_iters {steps} of the file is not used: --lr-warmup-fraction {flags[share]} is given"
+        ]
+    before, now = (each.get("lr_decay_iters") or each.get("train_iters") for each in (file, values))
+    whole = all(isinstance(each, int) for each in (steps, before, now))
+    if not whole or not 0 < now <= steps < before:
+        return []
+    values["lr_warmup_iters"] = steps * now // before
+    return [
+        f"lr_warmup_iters {steps} -> {values['lr_warmup_iters']}: its share of the file's {before} "
+        f"steps, as this run's schedule has {now} steps; --lr-warmup-iters sets it"
+    ]
+
+
+def load_config(
+    argv: Sequence[str], yaml_path: str | Path | None = None, *, published: Mapping[str, Any] | None = None
+) -> TrainingConfig:
+    """The configuration that ``argv`` and the YAML file describe; later ones win: ``published`` options of a
+    model, preset, YAML, flags.
 
     ``argv`` holds options only (``--num-layers 4``, ``--num-layers=4``, ``--bf16``, ``--no-bf16``),
     by Megatron-Core's field names or Megatron-LM 0.9's argument names. One ``--config FILE`` in ``argv``
@@ -242,13 +268,14 @@ def load_config(argv: Sequence[str], yaml_path: str | Path | None = None) -> Tra
         for entry in read_yaml(presets.path(preset)):
             from_preset.take_entry(entry)
     aliases = from_preset.aliases + from_yaml.aliases + from_flags.aliases
-    values = from_preset.values | from_yaml.values | from_flags.values
+    values = {**(published or {}), **from_preset.values, **from_yaml.values, **from_flags.values}
     # Last of all: what the preset or the file says goes before what a flag makes likely, which it does as
     # long as nobody takes back what it sets.
     for alias in aliases:
         if all(values.get(name) == value for name, value in alias.sets.items()):
             values = {**alias.presumes, **values}
     counted = divide_samples(values, reader.problems)
+    counted += _fit_warmup(values, {**from_preset.values, **from_yaml.values}, from_flags.values)
     reader.problems.extend(_unmet(aliases, values))
     if reader.problems:
         raise ConfigError("\n".join(reader.problems))

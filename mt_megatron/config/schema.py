@@ -376,11 +376,13 @@ class LaunchConfig:
     """``auto``, or the name of a backend (``cpu``, ``cuda``, ``musa``)."""
 
     distributed_timeout_minutes: float = 10.0
-    """How long a collective may take before the run is given up."""
+    """How long a collective may take before the run is given up; also how long a rank may show no progress in
+    the first step of a start, in validation and while it saves (see ``watchdog_seconds``)."""
 
     watchdog_seconds: float = 300.0
     """How long a rank may show no progress within a step before every rank says where it is and ends; 0: for
-    ever. Saving, validation and the first step are not limited."""
+    ever. In the first step of a start, in validation and while it saves, ``distributed_timeout_minutes``
+    takes its place."""
 
     cpu_threads: int | None = None
     """Threads of each process on the cpu backend. None: OMP_NUM_THREADS if it was set, else the cores of
@@ -395,8 +397,8 @@ class LaunchConfig:
     """Whether a fallback is an error instead of one log line."""
 
     check_memory: bool = True
-    """Whether a model whose weights, gradients and optimizer state alone exceed the device's memory is an
-    error before the start, instead of one log line."""
+    """Whether a model whose weights, gradients and optimizer state alone exceed the device's memory, or data
+    loader workers whose batches exceed ``/dev/shm``, is an error before the start, not one log line."""
 
     print_config: bool = False
     """Print the whole configuration as YAML and stop."""

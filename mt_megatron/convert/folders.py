@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mt_megatron.checkpoint.files import LATEST, folder_name
+from mt_megatron.checkpoint.files import LATEST, folder_name, save_folder
 from mt_megatron.config.hub_names import download_hint
 from mt_megatron.errors import CheckpointError, ConfigError
 
@@ -21,7 +21,6 @@ METADATA = ".metadata"
 RECORD = ".mt_megatron_conversion.json"
 """In a result: what it was made of, so that the same command knows that nothing is left to do."""
 
-_OF_A_RUN = "checkpoints"
 _BEING_WRITTEN = (".converting", ".converting.lock")
 
 
@@ -35,6 +34,17 @@ def check_published(path: Path) -> None:
         raise CheckpointError(f"{path} has no {CONFIG}; expected a folder in Hugging Face's form")
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file. Raises ``CheckpointError``."""
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}. Give a complete copy of it") from error
+    if not isinstance(document, dict):
+        raise CheckpointError(f"{path} holds {type(document).__name__}, expected an object")
+    return document
+
+
 def megatron_folder(path: Path) -> Path:
     """The checkpoint that ``path`` is or names: itself, its newest, or the newest of a run's folder.
 
@@ -42,9 +52,7 @@ def megatron_folder(path: Path) -> Path:
     """
     if not path.is_dir():
         raise CheckpointError(f"{path} is no folder; expected a Megatron checkpoint")
-    if not (path / LATEST).is_file() and not _is_checkpoint(path) and _holds_some(path / _OF_A_RUN):
-        path = path / _OF_A_RUN
-    folder = _newest(path)
+    folder = _newest(path if _is_checkpoint(path) else save_folder(path))
     if not _is_checkpoint(folder):
         raise CheckpointError(
             f"{folder} is no Megatron checkpoint: it has neither {METADATA} (torch_dist) nor mp_rank_* "
@@ -120,10 +128,6 @@ def _records(destination: Path) -> list[Path]:
 
 def _is_checkpoint(folder: Path) -> bool:
     return (folder / METADATA).is_file() or any(folder.glob("mp_rank_*"))
-
-
-def _holds_some(folder: Path) -> bool:
-    return (folder / LATEST).is_file() or _is_checkpoint(folder)
 
 
 def _newest(path: Path) -> Path:

@@ -11,17 +11,27 @@ import torch
 
 from mt_megatron.checkpoint.files import MANIFEST, read_manifest
 from mt_megatron.config.types import options as known_options
-from mt_megatron.convert.folders import METADATA, check_published, megatron_folder
+from mt_megatron.convert.folders import CONFIG, METADATA, check_published, megatron_folder, read_json
 from mt_megatron.convert.hf.config import options_of
-from mt_megatron.convert.hf.side_files import End, carried_files, end_of_run, side_files, tokenizer_files
-from mt_megatron.convert.hf.weights import PublishedFolder
+from mt_megatron.convert.hf.side_files import (
+    End,
+    carried_files,
+    check_tokens,
+    end_of_run,
+    side_files,
+    tokenizer_files,
+)
+from mt_megatron.convert.hf.weights import PublishedFolder, PublishedSource, of_prediction
 from mt_megatron.convert.optimizer_state import Optimizer
 from mt_megatron.convert.rank_files.arguments import COMMON, options_from_arguments, read_common
 from mt_megatron.convert.rank_files.reader import TorchFolder, is_torch_folder
 from mt_megatron.convert.run_state import RunState
+from mt_megatron.convert.settings import buildable, model_of
 from mt_megatron.convert.tensors.sources import WholeTensors
 from mt_megatron.convert.torch_dist.reader import DistFolder
 from mt_megatron.errors import CheckpointError
+
+_ADAPTER = "adapter_config.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,16 +67,58 @@ class Input:
     """Perturbations that a run saved the weights under; None: none."""
 
 
-def open_published(path: Path, *, prediction: bool, fp8_as: torch.dtype) -> Input:
-    """A folder in Hugging Face's form. Raises ``CheckpointError``."""
+def open_published(
+    path: Path, *, prediction: bool, fp8_as: torch.dtype = torch.bfloat16, copies: bool = True
+) -> Input:
+    """A folder in Hugging Face's form, of which ``config.json``, the index, the files' headers, the tokenizer
+    and the generation settings are compared with each other, and with ``copies`` the tensors that repeat
+    others. Nothing else of the weights is read. Without ``prediction`` layers of multi-token prediction are
+    left out, whether ``config.json`` or the files have them.
+
+    Raises ``CheckpointError`` where sources of one fact disagree, naming both.
+    """
     check_published(path)
+    options = options_of(read_json(path / CONFIG), prediction=prediction)
+    if (path / _ADAPTER).exists():
+        raise CheckpointError(
+            f"{path} has {_ADAPTER}: transformers adds that adapter to the weights. Merge it into them, or "
+            "take its files out"
+        )
     folder = PublishedFolder(path, fp8_as)
-    return Input(
-        path=path,
-        options=options_of(folder.config, prediction=prediction),
-        published=folder,
-        side_files=side_files(path),
-    )
+    model = model_of(buildable(options))
+    mtp = of_prediction(folder.tensors, model.config.model.num_layers)
+    ignored = {name for name in folder.tensors if name.endswith(".rotary_emb.inv_freq")}
+    ignored |= set() if prediction else mtp
+    source = PublishedSource(folder=folder, rows=model.rows, sizes=model.sizes, target=None)
+    if prediction:
+        _require_prediction(path, source, mtp)
+    source.check(model.config.model, ignored)
+    if copies:
+        source.check_copies()
+    files = side_files(path)
+    notes = check_tokens(files, model.sizes.vocab_size)
+    if ignored:
+        notes.append(
+            f"{len(ignored)} tensors are left out: rotary frequencies, which follow from config.json, and "
+            "what --no-mtp says"
+        )
+    return Input(path=path, options=options, published=folder, side_files=files, notes=tuple(notes))
+
+
+def _require_prediction(path: Path, source: PublishedSource, found: set[str]) -> None:
+    """Raise ``CheckpointError`` where config.json and the tensors ``found`` disagree about layers of
+    multi-token prediction."""
+    rows = [row for name, row in source.rows.items() if name.startswith("mtp.")]
+    needed = {name for row in rows for name in row.sources}
+    missing, unknown = sorted(needed - set(source.folder.tensors)), sorted(found if not needed else ())
+    if missing or unknown:
+        what = "lacks" if missing else "has"
+        raise CheckpointError(
+            f"{path} {what} {len(missing or unknown)} tensors of multi-token prediction, such as "
+            f"{', '.join((missing or unknown)[:5])}, and num_nextn_predict_layers in config.json is "
+            f"{source.folder.config.get('num_nextn_predict_layers', 0)}. Give a complete copy, or leave "
+            "those layers out: --no-mtp (convert) or --mtp-num-layers none (pretrain, plan)"
+        )
 
 
 def open_megatron(path: Path) -> Input:

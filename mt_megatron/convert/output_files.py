@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +32,18 @@ from mt_megatron.convert.tensors.megatron_names import KeyStyle
 from mt_megatron.convert.tensors.shapes import shape_of
 from mt_megatron.convert.tensors.sources import Source
 from mt_megatron.convert.torch_dist.writer import DistWriter
+from mt_megatron.data.loader.tokenizer import TOKENIZER_FILES
 from mt_megatron.fp8.layers import layer_reason
 from mt_megatron.layers.block_spec import has_uniform_layers
 from mt_megatron.layers.transformer_fields import moe_layer_pattern
 
 
-def published_files(request: Request, given: Input, model: Model, source: Source) -> list[FileTask]:
-    """The files of a published folder: weights and their index, ``config.json``, what comes with it."""
+def published_files(
+    request: Request, given: Input, model: Model, source: Source, say: Callable[[str], None]
+) -> list[FileTask]:
+    """The files of a published folder: weights and their index, ``config.json``, what comes with it. ``say``
+    gets a line for what differs from the files that were given. Raises ``CheckpointError`` where these
+    contradict the run or each other."""
     config = model.config.model
     shapes = {name: _published_shapes(name, model) for name in model.rows}
     writer = SafetensorsWriter(
@@ -60,17 +66,24 @@ def published_files(request: Request, given: Input, model: Model, source: Source
     )
     files[CONFIG] = (json.dumps(document, indent=2) + "\n").encode()
     files[hf_files.GENERATION] = hf_files.generation_config(document, files)
-    texts: dict[str, bytes] = {
-        **hf_files.with_end(files, given.end),
-        **{name: text.encode() for name, text in writer.index().items()},
-    }
-    return writer.tasks() + _small(texts)
+    files = hf_files.with_end(files, given.end, say)
+    for line in hf_files.check_tokens(files, model.sizes.vocab_size):
+        say(line)
+    return writer.tasks() + _small(
+        {**files, **{name: text.encode() for name, text in writer.index().items()}}
+    )
 
 
 def side_files_of(request: Request, given: Input) -> dict[str, bytes]:
-    """What a published folder has beside weights, by name: the source's files, then those asked for."""
+    """What a published folder has beside weights, by name: the source's files, then those asked for. Raises
+    ``CheckpointError`` where these are of another tokenizer."""
     asked = {} if request.side_files is None else hf_files.side_files(request.side_files)
-    return {**given.side_files, **asked}
+    kept = dict(given.side_files)
+    if hf_files.has_tokenizer(asked):
+        hf_files.check_same_tokens(kept, asked)
+        # Files of two tokenizers would contradict each other.
+        kept = {name: each for name, each in kept.items() if name not in TOKENIZER_FILES}
+    return {**kept, **asked}
 
 
 def _published_shapes(name: str, model: Model) -> tuple[tuple[int, ...], ...]:

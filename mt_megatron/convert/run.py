@@ -37,7 +37,7 @@ from mt_megatron.convert.folders import (
     not_empty,
 )
 from mt_megatron.convert.hf.side_files import has_tokenizer
-from mt_megatron.convert.hf.weights import PublishedSource, not_of_model
+from mt_megatron.convert.hf.weights import PublishedSource
 from mt_megatron.convert.inputs import Input, open_megatron, open_published
 from mt_megatron.convert.optimizer_state import Carried, carry
 from mt_megatron.convert.output_files import (
@@ -94,7 +94,7 @@ def _convert(request: Request, progress: Progress, started: float) -> Outcome:
     if there is None and not holds_nothing(request.destination):
         raise not_empty(request.destination)
     model = model_of(config, tensor=config.parallel.tensor_model_parallel_size)
-    source: Source = _source(request, given, model, target, progress)
+    source: Source = _source(request, given, model, target)
     carried: Carried | None = None
     if not request.weights_only:
         assert given.optimizer is not None and isinstance(source, MegatronSource)
@@ -140,7 +140,7 @@ def _write(
                 "the result has no tokenizer, since the source carries none: --hf-files names a folder "
                 "that has one"
             )
-        tasks = published_files(request, given, model, source)
+        tasks = published_files(request, given, model, source, progress.say)
     elif request.form == "torch_dist":
         tasks = distributed_files(request, given, config, model, source, carried)
     else:
@@ -153,13 +153,16 @@ def _write(
 
 def configuration_file(source: Path, *, prediction: bool = True) -> str:
     """Our YAML for the model in the published folder ``source``. Raises ``CheckpointError``."""
-    return as_yaml(open_published(source, prediction=prediction, fp8_as=torch.bfloat16).options)
+    return as_yaml(open_published(source, prediction=prediction).options)
 
 
 def _open(request: Request, target: torch.dtype | None) -> Input:
     if not request.published:
         return open_megatron(request.source)
-    return open_published(request.source, prediction=request.prediction, fp8_as=target or torch.bfloat16)
+    # Repeated tensors are compared when they are converted.
+    return open_published(
+        request.source, prediction=request.prediction, fp8_as=target or torch.bfloat16, copies=False
+    )
 
 
 def _say_recipe(request: Request, given: Input, progress: Progress) -> None:
@@ -184,21 +187,11 @@ def _without_prediction(config: TrainingConfig, progress: Progress) -> TrainingC
 
 
 def _source(
-    request: Request, given: Input, model: Model, target: torch.dtype | None, progress: Progress
+    request: Request, given: Input, model: Model, target: torch.dtype | None
 ) -> PublishedSource | MegatronSource:
     common: dict[str, Any] = {"rows": model.rows, "sizes": model.sizes, "target": target}
     if given.published is not None:
-        published = PublishedSource(folder=given.published, **common)
-        ignored = not_of_model(
-            given.published.tensors, model.config.model.num_layers, prediction=request.prediction
-        )
-        if ignored:
-            progress.say(
-                f"{len(ignored)} tensors are left out: rotary frequencies, which follow from config.json, "
-                "and what --no-mtp says"
-            )
-        published.check(model.config.model, ignored)
-        return published
+        return PublishedSource(folder=given.published, **common)
     assert given.checkpoint is not None
     keeps = request.form != "huggingface"
     checkpoint = MegatronSource(checkpoint=given.checkpoint, keeps_padding=keeps, **common)

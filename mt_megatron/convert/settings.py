@@ -47,7 +47,7 @@ def configuration(
     that names every difference from the source; ``say`` takes those that are about training alone.
     """
     if published:
-        _require_buildable(options)
+        buildable(options)
     if any(word.split("=")[0] in _NAMES_A_MODEL for word in argv):
         config = load_config(argv)
     else:
@@ -70,8 +70,9 @@ def configuration(
     return config
 
 
-def _require_buildable(options: Mapping[str, Any]) -> None:
-    """Raise ``CheckpointError`` for a model that no run could be of."""
+def buildable(options: Mapping[str, Any]) -> TrainingConfig:
+    """The configuration of a ``config.json``'s options. Raises ``CheckpointError`` for a model that no run
+    could be of."""
     config = assemble(options)
     found = [*model_problems(config), *expert_problems(config, 1)]
     if found:
@@ -79,6 +80,7 @@ def _require_buildable(options: Mapping[str, Any]) -> None:
             "config.json describes a model that cannot be built; expected, in terms of the options that it "
             "is read as:\n" + "\n".join(f"- {line}" for line in found) + "\nCorrect its entries"
         )
+    return config
 
 
 def as_yaml(options: Mapping[str, Any]) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from mt_megatron.backends.distributed.rendezvous import loopback_store
 from mt_megatron.errors import MtMegatronError
+from mt_megatron.host import limits
 
 from .side import Side
 
@@ -63,8 +64,7 @@ def run_side(side: Side, folder: Path, timeout: float) -> None:
 def _start(side: Side, folder: Path, rank: int, port: int) -> subprocess.Popen[bytes]:
     environment = {name: value for name, value in os.environ.items() if name not in _LAUNCHER}
     if side.processes > 1:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // side.processes)))
+        environment.setdefault("OMP_NUM_THREADS", str(max(1, limits.processors() // side.processes)))
         count = str(side.processes)
         environment |= {
             "RANK": str(rank),

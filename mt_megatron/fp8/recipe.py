@@ -231,7 +231,7 @@ PRESETS: Mapping[str, Recipe] = {
             fprop=Product(a=_MX, b=_MX),
             dgrad=Product(a=_MX, b=_MX),
             wgrad=Product(a=_MX, b=_MX),
-            source="OCP MX 1.0, Transformer Engine MXFP8BlockScaling",
+            source="OCP MX 1.0 formats, RCEIL scales: Transformer Engine MXFP8BlockScaling",
         ),
         Recipe(
             name="nvfp4",

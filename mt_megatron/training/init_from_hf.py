@@ -1,7 +1,8 @@
 """Continued pre-training from a folder in Hugging Face's form: every rank reads the parts that it holds.
 
-Nothing is converted first. The configuration must be that of the published model in everything that
-its weights or its function depend on; every difference is named.
+Nothing is converted first. A command that names no model takes the folder's. Else the configuration must be
+that of the published model in everything that its weights or its function depend on; every difference is
+named.
 """
 
 from __future__ import annotations
@@ -12,43 +13,81 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mt_megatron.config.model_change import changes_from, notes, refused
+from mt_megatron.config.parse import load_config
 from mt_megatron.config.schema import TrainingConfig
-from mt_megatron.errors import CheckpointError
+from mt_megatron.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
 
+    from mt_megatron.config.field_kinds import Change
     from mt_megatron.convert.hf.weights import PublishedSource
+    from mt_megatron.convert.inputs import Input
     from mt_megatron.convert.rank_shards import Part
     from mt_megatron.training.model import Trainable
 
 
-def check_published(config: TrainingConfig) -> list[str]:
-    """What the log says about the folder that ``init_from_hf`` names; it reads ``config.json`` alone.
+def load_run(argv: Sequence[str]) -> TrainingConfig:
+    """``load_config``; where ``argv`` has ``--init-from-hf`` and names no model, with the model of that
+    folder's ``config.json`` below what is typed.
 
-    Raises ``CheckpointError`` when its model is not ``config``'s.
+    Raises ``ConfigError``, and ``CheckpointError`` for a ``config.json`` that cannot be a model here.
+    """
+    config = load_config(argv)
+    model, folder = config.model, config.checkpoint.init_from_hf
+    named = model.num_layers and model.hidden_size and model.num_attention_heads
+    if folder is None or model.preset is not None or named:
+        return config
+    from mt_megatron.convert.folders import check_published as check_folder
+    from mt_megatron.convert.hf.config import options_of
+
+    try:
+        check_folder(Path(folder))
+    except CheckpointError as error:
+        raise ConfigError(f"--init-from-hf: {error}. Or name the model with --model or --config") from error
+    return load_config(argv, published=options_of(_config_json(Path(folder))))
+
+
+def check_published(config: TrainingConfig) -> list[str]:
+    """What the log says about the folder that ``init_from_hf`` names, of which headers and side files are
+    read, and tensors that repeat others.
+
+    Raises ``CheckpointError`` when its files disagree, or its model is not ``config``'s.
     """
     if config.checkpoint.init_from_hf is None:
         return []
-    from mt_megatron.convert.folders import CONFIG
-    from mt_megatron.convert.hf.config import options_of
-    from mt_megatron.convert.hf.weights import read_json
-
     folder = Path(config.checkpoint.init_from_hf)
-    options = options_of(read_json(folder / CONFIG), prediction=bool(config.model.mtp_num_layers))
+    given, found = _compared(config, folder, copies=True)
+    return [*given.notes, *notes(found, config, str(folder / "config.json"))]
+
+
+def _compared(config: TrainingConfig, folder: Path, *, copies: bool) -> tuple[Input, list[Change]]:
+    """The opened folder, and where ``config`` differs from its model. Raises ``CheckpointError``."""
+    from mt_megatron.convert.hf.config import options_of
+    from mt_megatron.convert.inputs import open_published
+
+    # A run without prediction layers leaves those out that config.json names.
+    named = options_of(_config_json(folder)).get("mtp_num_layers")
+    given = open_published(folder, prediction=bool(config.model.mtp_num_layers) or not named, copies=copies)
     # The tokenizer's vocabulary takes the place of one that is not set, and is compared later.
     ignored = () if config.model.vocab_size is not None else ("vocab_size",)
-    found = changes_from(options, config, ignored=ignored)
+    found = changes_from(given.options, config, ignored=ignored)
     wrong = refused(found, config, "config.json")
     if wrong:
         raise CheckpointError(
             f"the weights in {folder} are of another model than this run's:\n"
             + "\n".join(f"- {line}" for line in wrong)
-            + "\nSet these options as config.json says (mt-megatron convert --from-hf DIR --to-config FILE "
-            "writes them), or name another folder"
+            + "\nSet these options as config.json says, or leave out everything that names a model (--model, "
+            "--num-layers and its siblings): it is then the folder's. Or name another folder"
         )
-    return notes(found, config, str(folder / CONFIG))
+    return given, found
+
+
+def _config_json(folder: Path) -> dict[str, Any]:
+    from mt_megatron.convert.folders import CONFIG, read_json
+
+    return read_json(folder / CONFIG)
 
 
 def init_from_hf(config: TrainingConfig, trainable: Trainable) -> str:
@@ -85,22 +124,16 @@ def fill_from(folder: Path, config: TrainingConfig, chunks: Sequence[Module]) ->
 def _opened(
     config: TrainingConfig, folder: Path, chunks: Sequence[Module]
 ) -> tuple[PublishedSource, list[Part]]:
-    from mt_megatron.convert.hf.weights import PublishedFolder, PublishedSource, not_of_model
+    from mt_megatron.convert.hf.weights import PublishedSource
     from mt_megatron.convert.rank_shards import check_parts, parts
     from mt_megatron.convert.settings import model_of
     from mt_megatron.convert.tensors.shapes import shape_of
     from mt_megatron.models.tables.fused import local_name
 
-    check_published(config)
+    given, _ = _compared(config, folder, copies=False)
+    assert given.published is not None
     model = model_of(config, tensor=config.parallel.tensor_model_parallel_size)
-    published = PublishedFolder(folder)
-    source = PublishedSource(folder=published, rows=model.rows, sizes=model.sizes, target=None)
-    source.check(
-        model.config.model,
-        not_of_model(
-            published.tensors, model.config.model.num_layers, prediction=bool(config.model.mtp_num_layers)
-        ),
-    )
+    source = PublishedSource(folder=given.published, rows=model.rows, sizes=model.sizes, target=None)
     wanted = [replace(part, name=local_name(part.name)) for part in parts(chunks)]
     shapes = {}
     for name, row in model.rows.items():

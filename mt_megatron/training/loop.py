@@ -146,7 +146,13 @@ class _Run:
             "tokenizer": {"eod": tokenizer.eod, "eod_token": getattr(tokenizer, "eod_token", None)},
         }
         self.store = CheckpointStore(
-            config.checkpoint, self.trainable, job, self.manifest, self.display.say, alone=alone
+            config.checkpoint,
+            self.trainable,
+            job,
+            self.manifest,
+            self.display.say,
+            alone=alone,
+            touch=watchdog.touch,
         )
         self.checkpoint: Path | None = None
         self.began_perturbed: str | None = None

@@ -14,6 +14,7 @@ from mt_megatron.config.field_kinds import Kind, changes
 from mt_megatron.config.model_change import OVERRIDE, flat, notes, refused
 from mt_megatron.config.schema import TrainingConfig
 from mt_megatron.data.loader.content_digest import content_digest
+from mt_megatron.data.loader.shared_memory import shared_memory_problem
 from mt_megatron.data.loader.tokenizer import TokenizerLike, load_tokenizer
 from mt_megatron.data.prepare.sidecar import looking_for_ends
 from mt_megatron.errors import CheckpointError, ConfigError
@@ -31,8 +32,9 @@ from mt_megatron.training.logging.quantities import gibibytes
 def check_before_start(config: TrainingConfig, backend: Backend, world_size: int) -> list[str]:
     """One line for everything that may go wrong on this device.
 
-    Raises ``ConfigError`` when the model cannot fit the device's memory, ``CheckpointError`` when
-    the checkpoint to start from is of another model, ``DataError`` when the tokenizer is unreadable.
+    Raises ``ConfigError`` when the model cannot fit the device's memory or the data loader's batches
+    ``/dev/shm``, ``CheckpointError`` when the checkpoint to start from is of another model, ``DataError``
+    when the tokenizer is unreadable.
     """
     _check_fp8(config, backend)
     return [
@@ -40,6 +42,7 @@ def check_before_start(config: TrainingConfig, backend: Backend, world_size: int
         *router_notes(config),
         *product_notes(config, backend),
         *memory_notes(config, backend, world_size),
+        *loader_notes(config),
     ]
 
 
@@ -95,6 +98,19 @@ def memory_notes(config: TrainingConfig, backend: Backend, world_size: int) -> l
             "--recompute-granularity."
         ]
     return []
+
+
+def loader_notes(config: TrainingConfig) -> list[str]:
+    """What is to be said about shared memory before the start; nothing when the loader's batches fit.
+
+    Raises ``ConfigError`` when they do not and ``check_memory`` is on.
+    """
+    line = shared_memory_problem(config, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    if line is None:
+        return []
+    if config.launch.check_memory:
+        raise ConfigError(f"{line}; --no-check-memory starts all the same.")
+    return [f"WARNING: {line}. Going on as --no-check-memory asks."]
 
 
 def _suggest_command(config: TrainingConfig, world_size: int, total: int) -> str:

@@ -135,8 +135,8 @@ class Steps:
         self._undo = self._undoing(before, random_states)
         self._again = remember_step()
         # Kernels are compiled and data loaders started in the first step of a process.
-        limit = self._watchdog.unlimited if self._is_first else self._watchdog.progress
-        limit(f"step {iteration}")
+        limited = self._watchdog.long_progress if self._is_first else self._watchdog.progress
+        limited(f"step {iteration}")
         result: StepResult | None = None
         self.observer.begin_step(iteration)
         try:
@@ -154,7 +154,7 @@ class Steps:
                 )
         finally:
             self.observer.end_step(iteration, result)
-        self._watchdog.unlimited(f"after step {iteration}")
+        self._watchdog.long_progress(f"after step {iteration}")
         self._is_first = False
         self._advance(result)
         if result.diverged is not None and not self.observer.diverged(iteration, result.diverged.reason):
@@ -208,7 +208,7 @@ class Steps:
         before, iteration = self.progress, self.progress.iteration + 1
         rounds = self._sizes.at(before.consumed_samples) // self._shape.micro_batch_size
         restore = self._watch.remember()
-        self._watchdog.unlimited(f"step {iteration}, made beside the run")
+        self._watchdog.long_progress(f"step {iteration}, made beside the run")
         try:
             with unmeasured(states_of(self._trainable.chunks)):
                 return train_step(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import errno
 import os
 import threading
@@ -23,8 +24,12 @@ from mt_megatron.checkpoint.files import (
 )
 from mt_megatron.checkpoint.save import SaveReport
 from mt_megatron.checkpoint.store import CheckpointStore
+from mt_megatron.cli import fp8
 from mt_megatron.config.schema import CheckpointConfig
+from mt_megatron.convert.folders import megatron_folder
 from mt_megatron.errors import CheckpointError
+from mt_megatron.scan.format.run_files import existing_run
+from mt_megatron.scope.recording.files import existing_recording
 from tests.checkpoint.test_kills import CONTENT, write_and_publish
 
 
@@ -370,3 +375,37 @@ def test_a_reader_is_told_of_a_lock_that_does_not_come(
         retention.in_use(tmp_path / "iter_0000010", said.append),
     ):
         assert len(said) == 1 and "is read without a lock: another process has held it" in said[0]
+
+
+@pytest.mark.parametrize("layout", ["launch script", "one folder"])
+def test_run_means_the_same_folder_for_every_command(
+    layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The launch scripts save in RUN/checkpoints, ``--save RUN`` beside everything else; a part of a run
+    names it as well."""
+    run = tmp_path / "run"
+    save = run / "checkpoints" if layout == "launch script" else run
+    newest = save / files.folder_name(7)
+    newest.mkdir(parents=True)
+    files.write_manifest(newest, {"layout": {}, "progress": {"iteration": 7}, "config": {}})
+    (newest / ".metadata").touch()
+    (save / files.LATEST).write_text("7")
+    (newest / "config.yaml").write_text("model: {preset: llama3_tiny}\n")
+    (run / "metrics.jsonl").touch()
+    (run / "scan" / "rank-00000").mkdir(parents=True)
+    (run / "scope").mkdir()
+    (run / "scope" / "node-host-00000.sqlite").touch()
+    for named in (run, save, newest, run / "scan", run / "scope"):
+        assert files.run_root(named) == run
+        assert existing_run(named).root == run / "scan"
+        assert existing_recording(named).root == run / "scope"
+        arguments = argparse.Namespace(run=str(named), config_argv=[])
+        config, metrics, step = fp8._of(arguments)
+        assert config.model.preset == "llama3_tiny" and metrics == run / "metrics.jsonl"
+        assert step == (7 if named == newest else None)
+    for named in (run, save, newest):
+        assert files.resolve_checkpoint(named) == newest
+        assert megatron_folder(named) == newest
+    monkeypatch.chdir(run)
+    assert files.run_root("scan") == Path() and existing_run("scan").root == Path("scan")
+    assert files.resolve_checkpoint(Path()) == newest.relative_to(run)

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import pty
+import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -10,6 +15,7 @@ import pytest
 
 from mt_megatron.cli.main import main
 from mt_megatron.cli.preprocess import ConsoleProgress
+from tests.launch import ROOT
 
 
 @pytest.fixture
@@ -126,3 +132,37 @@ def test_help_has_an_example_and_the_exit_codes(capsys: pytest.CaptureFixture[st
     assert ended.value.code == 0
     text = capsys.readouterr().out
     assert "examples:" in text and "exit codes: 0" in text and "--split-sentences" not in text
+
+
+_SHORT = """
+import sys
+from mt_megatron.cli.progress import ConsoleProgress
+with ConsoleProgress() as progress:
+    progress.say("already there")
+    if sys.argv[1] == "some":
+        progress.show(progress.started, 5, 10, "5 of 10")
+print("the result")
+"""
+
+
+@pytest.mark.parametrize("work", ["none", "some"])
+@pytest.mark.parametrize("terminal", ["xterm", "dumb"])
+def test_the_bar_leaves_no_line_on_a_terminal(work: str, terminal: str) -> None:
+    leader, follower = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", _SHORT, work],
+        stdout=follower,
+        stderr=follower,
+        env={**os.environ, "TERM": terminal, "PYTHONPATH": str(ROOT)},
+    )
+    os.close(follower)
+    written = b""
+    with contextlib.suppress(OSError):  # The end of a terminal.
+        while chunk := os.read(leader, 1 << 16):
+            written += chunk
+    os.close(leader)
+    assert process.wait(timeout=60) == 0
+    # What is erased last was the bar.
+    _, _, shown = written.rpartition(b"\x1b[2K")
+    lines = re.sub(rb"\x1b\[[?0-9;]*[a-zA-Z]", b"", shown).split()
+    assert lines[-2:] == [b"the", b"result"] and b"0%" not in lines and b"50%" not in lines, written

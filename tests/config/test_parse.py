@@ -14,6 +14,7 @@ from mt_megatron.config.parse import load_config, option_help
 from mt_megatron.config.schema import TrainingConfig
 from mt_megatron.config.types import options
 from mt_megatron.errors import ConfigError
+from mt_megatron.training.validate import problems
 
 
 def yaml_file(folder: Path, text: str) -> Path:
@@ -345,3 +346,32 @@ def test_what_is_no_yaml_is_said_on_one_line(content: bytes, says: str, tmp_path
         load_config([], yaml_path=path)
     assert says in str(caught.value) and "<unicode string>" not in str(caught.value)
     assert "\n" not in str(caught.value) and "Check its path" not in str(caught.value)
+
+
+def test_a_warm_up_that_was_not_typed_fits_the_steps_that_were(tmp_path: Path) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text("train: {train_iters: 640, lr_warmup_iters: 50}\noptimizer: {lr: 1.0e-3}\n")
+
+    def warmup(*flags: str, path: Path = file) -> tuple[int | None, bool]:
+        config = load_config(flags, path)
+        return config.train.lr_warmup_iters, any("lr_warmup_iters" in note for note in config.notes)
+
+    assert warmup() == (50, False)
+    assert warmup("--train-iters", "51") == (50, False)
+    assert warmup("--train-iters", "50") == (50 * 50 // 640, True)
+    assert warmup("--train-iters", "30") == (2, True)
+    assert warmup("--train-iters", "1") == (0, True)
+    assert warmup("--train-iters", "30", "--lr-decay-iters", "100") == (50, False)
+    assert warmup("--train-iters", "30", "--lr-warmup-iters", "50") == (50, False), "typed: the check says it"
+    assert warmup("--train-samples", "120", "--global-batch-size", "4") == (2, True)
+    assert warmup("--lr-warmup-fraction", "0.1") == (None, True)
+    alone = tmp_path / "b.yaml"
+    alone.write_text("train: {train_iters: 30, lr_warmup_iters: 50}\n")
+    assert warmup(path=alone) == (50, False), "a file that contradicts itself is refused"
+
+
+@pytest.mark.parametrize("path", sorted(Path(__file__).parents[2].glob("examples/*/*_tiny.yaml")), ids=str)
+def test_the_examples_take_any_number_of_steps(path: Path) -> None:
+    for steps in (1, 30, 50, 5000):
+        config = load_config(["--train-iters", str(steps)], path)
+        assert not any("warmup" in line for line in problems(config, world_size=2, check_files=False))

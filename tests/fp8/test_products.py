@@ -71,6 +71,24 @@ def test_products_are_within_the_stated_bound(recipe: Recipe, record_property: A
     assert noticed >= 0.99 * total
 
 
+def test_scales_of_mxfp8_are_those_of_rceil() -> None:
+    """Of torchao, to the bit; the rule of OCP MX 1.0, the floor, halves those of amaxes above 1.75 x 2^n."""
+    from torchao.prototype.mx_formats.config import ScaleCalculationMode
+    from torchao.prototype.mx_formats.mx_tensor import to_mx
+
+    generator = torch.Generator().manual_seed(0)
+    sizes = torch.randint(-20, 20, (20480, 1), generator=generator)
+    x = torch.randn(20480, 32, generator=generator) * torch.exp2(sizes.float())
+    ours = quantise(x, PRESETS["mxfp8"].fprop.a, 1).inverse.flatten()
+    rceil, floor = (
+        to_mx(x, torch.float8_e4m3fn, 32, mode)[0].float().flatten()
+        for mode in (ScaleCalculationMode.RCEIL, ScaleCalculationMode.FLOOR)
+    )
+    assert torch.equal(ours, rceil)
+    mantissa = torch.frexp(x.abs().amax(1)).mantissa
+    assert torch.equal(ours / floor, torch.where(mantissa > 0.875, 2.0, 1.0))
+
+
 def test_sums_of_draws_are_as_seldom_far_off_as_the_bound_says(monkeypatch: pytest.MonkeyPatch) -> None:
     """At a probability that can be counted. What is no draw, always downwards, is farther off."""
     gradient = PRESETS["nvfp4"].dgrad.a

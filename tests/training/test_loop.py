@@ -74,7 +74,8 @@ def test_a_checkpoint_continues_under_other_layouts(tmp_path: Path) -> None:
         assert "error" not in continued, continued
         assert sorted(continued["steps"], key=int) == SECOND_HALF
         for step in SECOND_HALF:
-            assert continued["steps"][step] == pytest.approx(whole[step], rel=1e-5)
+            # A gradient is a sum of terms that are as large as the loss, whatever its norm.
+            assert continued["steps"][step] == pytest.approx(whole[step], abs=1e-5 * max(whole[step]))
 
 
 def test_a_checkpoint_continues_with_another_padding_of_the_vocabulary(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from mt_megatron.backends.distributed.namespace import distributed_overrides, tr
 from mt_megatron.backends.dtypes import histc_of_any_dtype
 from mt_megatron.backends.translate import DeviceTranslator, torch_factories
 from mt_megatron.errors import BackendError
+from mt_megatron.host import limits
 
 
 def loopback_interface() -> str | None:
@@ -48,7 +49,7 @@ class CpuBackend:
             return False, "this torch was built without torch.distributed"
         if not torch.distributed.is_gloo_available():
             return False, "this torch was built without Gloo"
-        return True, f"{os.cpu_count()} cores, Gloo"
+        return True, f"{limits.processors()} processors, Gloo"
 
     def device_count(self) -> int:
         return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
@@ -112,7 +113,7 @@ class CpuBackend:
         return int(peak if sys.platform == "darwin" else peak * 1024)
 
     def total_memory(self) -> int | None:
-        return int(psutil.virtual_memory().total)
+        return limits.memory().total
 
     def telemetry(self, index: int) -> telemetry.Reading:
         """The host's: every local rank shares it."""

@@ -7,13 +7,13 @@ from collections.abc import Iterable, Sequence
 from types import SimpleNamespace, TracebackType
 from typing import Any, overload
 
-import psutil
 import torch
 
 from mt_megatron.backends.base import Backend
 from mt_megatron.backends.cpu.rng import device_generator
 from mt_megatron.backends.namespace import DeviceNamespace
 from mt_megatron.backends.telemetry.readings import number
+from mt_megatron.host import limits
 
 # Streams and events for a device that finishes every operation before it returns.
 
@@ -232,8 +232,8 @@ def _memory(backend: Backend) -> dict[str, Any]:
         } | {"num_alloc_retries": 0, "num_ooms": 0, "allocation.all.current": 0, "allocation.all.peak": 0}
 
     def mem_get_info(device: Any = None) -> tuple[int, int]:
-        memory = psutil.virtual_memory()
-        return int(memory.available), int(memory.total)
+        memory = limits.memory()
+        return memory.available, memory.total
 
     def nothing(*_: Any) -> None:
         """Neither a cache to empty nor a peak to reset: the kernel keeps the figure."""
@@ -271,7 +271,7 @@ def _properties(backend: Backend) -> dict[str, Any]:
         return SimpleNamespace(
             name=backend.device_name(_index(backend, device)),
             total_memory=backend.total_memory(),
-            multi_processor_count=psutil.cpu_count(logical=True),
+            multi_processor_count=limits.processors(),
             major=0,
             minor=0,
         )

@@ -9,6 +9,7 @@ from typing import Any
 import psutil
 
 from mt_megatron.backends.telemetry.readings import Reading, Unsupported, Value
+from mt_megatron.host import limits
 
 _NONE = Unsupported("/proc and /sys do not tell it")
 _SENSORS = ("coretemp", "k10temp", "zenpower", "cpu_thermal", "cpu-thermal")
@@ -71,14 +72,14 @@ def _clock() -> Value:
 
 def host() -> Reading:
     """The host as a whole: utilization of all cores since the last reading, memory, heat, clock."""
-    memory = psutil.virtual_memory()
+    memory = limits.memory()
     return Reading(
         source="host",
         device=_NONE,
         utilization=_utilization.read(),
         memory_utilization=_NONE,
-        memory_used=int(memory.total - memory.available),
-        memory_total=int(memory.total),
+        memory_used=memory.total - memory.available,
+        memory_total=memory.total,
         temperature=_temperature(),
         power=_NONE,
         power_limit=_NONE,

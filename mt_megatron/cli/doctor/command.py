@@ -50,6 +50,7 @@ def text(report: dict[str, Any]) -> str:
         f"  {'memory':<22}{_size(system['memory_bytes'])}, {_size(system['memory_available_bytes'])} free"
     )
     lines.append(f"  {'/dev/shm':<22}{_size(system['shared_memory_free_bytes'])} free")
+    lines.append(f"  {'open files':<22}{system['open_files'] or 'no limit'}")
     lines += ["", "megatron.core", f"  {'path':<22}{report['megatron_core']['path']}"]
     lines.append(f"  {'dataset helper':<22}{report['megatron_core']['dataset_helper']}")
     lines += ["", "torch", *_facts(report["torch"])]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import platform
-import shutil
 import socket
 import sys
 from importlib import metadata
@@ -97,8 +96,6 @@ def version_problems(found: dict[str, Any]) -> list[str]:
 
 def system() -> dict[str, Any]:
     """Operating system, processor, memory, and the shared memory that data loaders use."""
-    cores = os.cpu_count()
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores
     found: dict[str, Any] = {
         "os": platform.system(),
         "release": platform.release(),
@@ -106,20 +103,21 @@ def system() -> dict[str, Any]:
         "libc": " ".join(platform.libc_ver()).strip() or None,
         "cpu": platform.processor() or None,
         "cpu_flags": [],
-        "cores": cores,
-        "cores_allowed": allowed,
+        "cores": os.cpu_count(),
+        "cores_allowed": None,
         "memory_bytes": None,
         "memory_available_bytes": None,
         "shared_memory_free_bytes": None,
+        "open_files": None,
     }
     found.update(_cpuinfo())
     if importlib.util.find_spec("psutil") is not None:
-        import psutil
+        from mt_megatron.host import limits
 
-        memory = psutil.virtual_memory()
-        found["memory_bytes"], found["memory_available_bytes"] = int(memory.total), int(memory.available)
-    if os.path.isdir("/dev/shm"):
-        found["shared_memory_free_bytes"] = shutil.disk_usage("/dev/shm").free
+        memory, shared = limits.memory(), limits.shared_memory()
+        found["memory_bytes"], found["memory_available_bytes"] = memory.total, memory.available
+        found["shared_memory_free_bytes"] = None if shared is None else shared.available
+        found["cores_allowed"], found["open_files"] = limits.processors(), limits.open_files()
     return found
 
 

@@ -7,6 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from mt_megatron.checkpoint.files import run_root
+
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     """Declare the action."""
@@ -28,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
     from mt_megatron.pipeline.policy.decision_log import find, records
     from mt_megatron.pipeline.policy.explain import lines
 
-    found = records(find(args.run_folder))
+    found = records(find(run_root(args.run_folder)))
     if args.json:
         print(json.dumps(found, indent=1))
     else:

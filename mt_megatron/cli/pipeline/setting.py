@@ -245,7 +245,6 @@ def _of_configuration(
     argv: list[str], world_size: int | None, device: str, cluster: Cluster | None
 ) -> Setting:
     # These take a while to import, and a traced run needs none of them.
-    from mt_megatron.config.parse import load_config
     from mt_megatron.planning.hardware import hardware_of
     from mt_megatron.planning.memory import placement_of
     from mt_megatron.planning.memory_estimate import memory_case
@@ -254,10 +253,11 @@ def _of_configuration(
     from mt_megatron.planning.validate.fp8 import fp8_layer_problems
     from mt_megatron.planning.validate.model import model_problems
     from mt_megatron.planning.validate.parallel import parallel_problems
+    from mt_megatron.training.init_from_hf import load_run
 
     if world_size is None:
         raise ConfigError("--world-size is not given; expected the number of devices beside --model")
-    config = load_config(argv)
+    config = load_run(argv)
     if problems := [
         *model_problems(config),
         *parallel_problems(config, world_size),

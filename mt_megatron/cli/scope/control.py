@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from mt_megatron.checkpoint.files import run_root
 from mt_megatron.errors import ConfigError
 
 _EXAMPLE = """examples:
@@ -90,8 +91,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _folder(path: Path) -> Path:
     from mt_megatron.scope.control.commands import is_listening
+    from mt_megatron.scope.recording.files import scope_files
 
-    folder = path if path.name == "scope" and (path / "commands").is_dir() else path / "scope"
+    folder = scope_files(run_root(path)).root
     if not is_listening(folder):
         raise ConfigError(
             f"found no {folder / 'commands'}; expected the folder of a run that trains with --scope record "

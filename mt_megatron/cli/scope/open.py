@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from mt_megatron.checkpoint.files import run_root
 from mt_megatron.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
 
     if not 0 <= args.port < 65536:
         raise ConfigError(f"--port is {args.port}; expected 0 (a free one) to 65535")
-    page = scope_files(args.run).root / "page.json"
+    page = scope_files(run_root(args.run)).root / "page.json"
     tokens, is_strange = None, False
     if page.exists():
         try:

@@ -14,12 +14,10 @@ import fcntl
 import os
 import sys
 import weakref
-from pathlib import Path
 from typing import Any
 
-import psutil
-
 from mt_megatron.comm.errors import TransportUnavailable
+from mt_megatron.host import limits
 
 _SEALS = 0x1 | 0x2 | 0x4  # F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW
 _PROT_READ_WRITE, _MAP_SHARED, _MAP_POPULATE = 0x3, 0x01, 0x8000
@@ -43,7 +41,7 @@ def create(nbytes: int) -> int:
             f"the kernel refuses memfd_create ({error.strerror})",
             "allow that system call in the container's seccomp profile, or use --p2p-transport collective",
         ) from error
-    available = _available()
+    available = limits.memory().available
     if nbytes > available:
         os.close(descriptor)
         raise _too_large(nbytes, f"{available / 2**20:.0f} MiB are available")
@@ -63,32 +61,6 @@ def _too_large(nbytes: int, why: str) -> TransportUnavailable:
         f"{nbytes / 2**20:g} MiB for a channel cannot be had ({why})",
         "free memory, raise the container's limit, or use --p2p-transport collective",
     )
-
-
-def _available() -> int:
-    """Bytes that the machine and this process's control group can still give. More than that would not be
-    refused by the kernel: it would end processes to find them."""
-    found = int(psutil.virtual_memory().available)
-    for folder, most, now, prefix in _CONTROL_GROUPS:
-        # No such group, or no limit ("max").
-        with contextlib.suppress(OSError, ValueError):
-            group = _CONTROL / folder
-            limit, used = (int((group / name).read_text()) for name in (most, now))
-            statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-            # Pages of files count as used, and are given up before anything is refused.
-            files = sum(
-                int(statistics.get(f"{prefix}{name}", 0)) for name in ("active_file", "inactive_file")
-            )
-            found = min(found, limit - used + files)
-    return found
-
-
-_CONTROL = Path("/sys/fs/cgroup")
-_CONTROL_GROUPS = (
-    (".", "memory.max", "memory.current", ""),
-    ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
-)
-"""Folder and files of a container's own group, versions 2 and 1, and what names of sums begin with."""
 
 
 def check(descriptor: int, nbytes: int) -> None:

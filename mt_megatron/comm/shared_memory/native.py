@@ -22,6 +22,7 @@ from typing import Any
 from mt_megatron.comm.message import HEADER_BYTES
 from mt_megatron.comm.shared_memory.memory import Mapping
 from mt_megatron.comm.shared_memory.ring import NO_LIMIT, RingSize
+from mt_megatron.host import limits
 
 SOURCE = Path(__file__).with_name("ring.c")
 STEM = "_ring"
@@ -125,7 +126,7 @@ class _End:
         self._free, self._quick = libraries
         self._mapping = mapping  # Kept as long as this end.
         # One that spins on a core where the other end has to run waits for nothing.
-        spins = len(os.sched_getaffinity(0)) > 1
+        spins = limits.processors() > 1
         self._state = _EndState(
             base=mapping.address,
             payload=mapping.address + size.payload_offset,

@@ -3,6 +3,7 @@
 config_entries      entries of config.json with the types of their readers
 rope                rotary settings to options and back
 families            entries of each architecture, both directions
+class_fields        entries of config.json that transformers' classes read, and their defaults
 config              config.json to options and back
 side_files          tokenizer, generation settings, chat template
 fp8_blocks          FP8 weights with one scale for each block

@@ -6,6 +6,7 @@ about other things than the model (caches, tokens, dtypes) is kept for the way b
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,8 +14,9 @@ from typing import Any
 from mt_megatron.config.field_kinds import Kind, changes
 from mt_megatron.config.types import options
 from mt_megatron.convert.hf import families
-from mt_megatron.convert.hf.config_entries import Reader, wrong_entry
-from mt_megatron.convert.hf.rope import rope_options, rope_settings
+from mt_megatron.convert.hf.class_fields import read_by_class
+from mt_megatron.convert.hf.config_entries import Reader, same, wrong_entry
+from mt_megatron.convert.hf.rope import ENTRIES, rope_options, rope_settings
 from mt_megatron.errors import CheckpointError, ConfigError
 
 Options = dict[str, Any]
@@ -119,13 +121,15 @@ def options_of(document: Mapping[str, Any], *, prediction: bool = True) -> Optio
     """The model options that a ``config.json`` describes. Without ``prediction`` its layers of multi-token
     prediction are left out.
 
-    Raises ``CheckpointError`` for an architecture that is not known, and for entries that say
-    something that a model here cannot do.
+    Raises ``CheckpointError`` for an architecture that is not known, for entries that say something
+    that a model here cannot do, and for those that its class in transformers reads and nothing here knows,
+    unless they have the class's default.
     """
     kind = document.get("model_type")
     if not isinstance(kind, str) or kind not in ARCHITECTURES:
         raise CheckpointError(
-            f"config.json has the model_type {kind!r}; expected one of {', '.join(ARCHITECTURES)}"
+            f"config.json has the model_type {kind!r}; expected one of {', '.join(ARCHITECTURES)}. "
+            "Weights of another architecture cannot be converted"
         )
     architecture = ARCHITECTURES[kind]
     reader = Reader(document, architecture.defaults)
@@ -175,7 +179,25 @@ def options_of(document: Mapping[str, Any], *, prediction: bool = True) -> Optio
         found["kv_channels"] = head or hidden // heads
     if not prediction:
         found.pop("mtp_num_layers", None)
+    _require_known(document, reader.known | ENTRIES | _OF_NO_EFFECT, architecture)
     return found
+
+
+def _require_known(document: Mapping[str, Any], known: set[str], architecture: Architecture) -> None:
+    """Raise ``CheckpointError`` for entries beside the ``known`` that the class in transformers reads, unless
+    they say what it does without them."""
+    release, fields = read_by_class(document["model_type"])
+    wrong = [
+        f"- {name} = {json.dumps(value)}; expected {json.dumps(fields[name])}, its default"
+        for name, value in sorted(document.items())
+        if name in fields and name not in known and not same(value, fields[name])
+    ]
+    if wrong:
+        raise CheckpointError(
+            f"config.json has entries that {architecture.name} of transformers {release} reads and a model "
+            "here has not:\n" + "\n".join(wrong) + "\nIf the weights were trained without them, take them "
+            "out; else these weights cannot be converted"
+        )
 
 
 def model_type_of(model: Any) -> str:
@@ -274,6 +296,31 @@ def _require_no_contradiction(document: Mapping[str, Any], model: Any) -> None:
         ) from error
 
 
+_OF_NO_EFFECT = {
+    "_attn_implementation",
+    "_commit_hash",
+    "architectures",
+    "attn_implementation",
+    "bos_token_id",
+    "dtype",
+    "eos_token_id",
+    "experts_implementation",
+    "id2label",
+    "label2id",
+    "name_or_path",
+    "output_attentions",
+    "output_hidden_states",
+    "output_router_logits",
+    "pad_token_id",
+    "pretraining_tp",
+    "problem_type",
+    "return_dict",
+    "torch_dtype",
+    "transformers_version",
+    "use_cache",
+}
+"""Entries that the classes read and that change no logit: tokens, kernels, dtypes, what a call returns."""
+
 _WRITTEN_ANEW = (
     "auto_map",
     "dtype",
@@ -288,5 +335,6 @@ _WRITTEN_ANEW = (
     "rope_scaling",
     "rope_theta",
     "torch_dtype",
+    "transformers_weights",
 )
 """Entries that would contradict what is written; code of a repository is none of an export's business."""

@@ -11,11 +11,12 @@ from mt_megatron.errors import CheckpointError
 _ABSENT = object()
 
 _ALSO = {
-    "num_experts": "num_local_experts",
-    "n_routed_experts": "num_local_experts",
-    "num_nextn_predict_layers": "num_mtp_layers",
+    "num_experts": ("num_local_experts",),
+    "num_local_experts": ("num_experts",),
+    "n_routed_experts": ("num_local_experts", "num_experts"),
+    "num_nextn_predict_layers": ("num_mtp_layers",),
 }
-"""Names that transformers 5 writes in the place of the published ones."""
+"""Other names of an entry: what transformers 5 writes in the place of the published ones."""
 
 
 class Reader:
@@ -24,11 +25,21 @@ class Reader:
     def __init__(self, document: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> None:
         self.document = document
         self._defaults = defaults or {}
+        self.known: set[str] = set()
+        """Names of the entries that were read, or have no effect here."""
 
     def get(self, name: str, default: Any = _ABSENT) -> Any:
-        """The entry, under either of its names, or the default of its architecture, or ``default``. Raises
-        ``CheckpointError`` without any."""
-        value = self.document.get(name, self.document.get(_ALSO.get(name, ""), _ABSENT))
+        """The entry, under any of its names, or the default of its architecture, or ``default``. Raises
+        ``CheckpointError`` without any, and for names with different values."""
+        names = (name, *_ALSO.get(name, ()))
+        self.known.update(names)
+        there = {each: self.document[each] for each in names if each in self.document}
+        value, *others = there.values() or (_ABSENT,)
+        if any(each != value for each in others):
+            found = " and ".join(f"{each} = {given!r}" for each, given in there.items())
+            raise CheckpointError(
+                f"config.json has {found}, two names of one entry; expected one value. Remove the wrong one"
+            )
         if value is _ABSENT:
             value = self._defaults.get(name, default)
         if value is _ABSENT:
@@ -67,13 +78,18 @@ class Reader:
         """Raise ``CheckpointError`` unless the entry is one of ``expected``; without ``default`` it may be
         absent."""
         value = self.get(name, expected[0] if default is _ABSENT else default)
-        if not any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in expected):
+        if not any(same(value, each) for each in expected):
             wanted = " or ".join(repr(each) for each in expected)
             raise CheckpointError(
                 f"config.json has {name} = {value!r}; expected {wanted}: a model here computes nothing else. "
                 "If the weights were trained otherwise than this entry says, correct it; else they cannot be "
                 "converted"
             )
+
+
+def same(value: Any, other: Any) -> bool:
+    """Whether two JSON values are equal; a truth value equals no number."""
+    return bool(value == other) and isinstance(value, bool) == isinstance(other, bool)
 
 
 def is_number(value: Any) -> bool:

@@ -62,8 +62,9 @@ def write_qwen2(model: Any) -> dict[str, Any]:
             "a dense qwen without query and key norms is published as Qwen2, which has add_qkv_bias; "
             "expected one of both to be set"
         )
-    _require(model, kv_channels=model.hidden_size // model.num_attention_heads)
-    return _without_window(model)
+    # transformers divides without the entry; earlier readers know no other size.
+    plain = model.hidden_size == _head(model) * model.num_attention_heads
+    return _without_window(model) | ({} if plain else {"head_dim": _head(model)})
 
 
 def read_qwen3(reader: Reader) -> _Options:
@@ -120,6 +121,8 @@ def read_deepseek_v2(reader: Reader) -> _Options:
     # transformers does not read it: weights are never normalised there.
     reader.require("norm_topk_prob", False, None)
     method = reader.get("topk_method", "greedy")
+    # Of the other method.
+    reader.known |= {"n_group", "topk_group"}
     options = {
         **_deepseek(reader),
         "moe_router_pre_softmax": True,
@@ -310,6 +313,8 @@ def _experts(reader: Reader, count: str) -> _Options:
 
 def _no_window(reader: Reader) -> None:
     reader.require("use_sliding_window", False)
+    # Their meaning depends on it.
+    reader.known |= {"sliding_window", "max_window_layers"}
 
 
 def _layer_numbers(name: str, value: Any, layers: int) -> set[int]:

@@ -38,6 +38,15 @@ _OF_TYPE = {
 _DEFAULTS = {"beta_fast": 32.0, "beta_slow": 1.0}
 _SAY_NOTHING = {"type", "rope_type", "rope_theta", "partial_rotary_factor"}
 
+ENTRIES = {
+    "original_max_position_embeddings",
+    "partial_rotary_factor",
+    "rope_parameters",
+    "rope_scaling",
+    "rope_theta",
+}
+"""Entries of ``config.json`` that are read here."""
+
 
 def rope_options(document: Mapping[str, Any], *, theta: float) -> dict[str, Any]:
     """The options for the rotary positions of a ``config.json``, resolved as transformers 5 does;

@@ -24,6 +24,7 @@ DTYPES: dict[str, torch.dtype] = {
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
     "I64": torch.int64,
     "I32": torch.int32,
     "I16": torch.int16,
@@ -50,7 +51,7 @@ class Stored:
 
 def read_header(path: Path) -> dict[str, Stored]:
     """Every tensor of the file ``path``. Raises ``CheckpointError`` when it is no safetensors file, names
-    a dtype that torch has not, or was cut short."""
+    a dtype that is not among ``DTYPES``, or was cut short."""
     try:
         with open(path, "rb") as stream:
             size = path.stat().st_size
@@ -92,7 +93,13 @@ def header_bytes(tensors: Sequence[tuple[str, torch.dtype, tuple[int, ...]]]) ->
 
 def _stored(path: Path, name: str, entry: Any, start: int, size: int) -> Stored:
     try:
-        dtype, shape = DTYPES[entry["dtype"]], tuple(int(each) for each in entry["shape"])
+        code, shape = entry["dtype"], tuple(int(each) for each in entry["shape"])
+        if isinstance(code, str) and code not in DTYPES:
+            raise CheckpointError(
+                f"{path} holds {name} as {code}; expected one of {', '.join(DTYPES)}. Give a folder in "
+                "bfloat16"
+            )
+        dtype = DTYPES[code]
         first, last = (int(each) for each in entry["data_offsets"])
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(_damaged(path, f"the entry of {name} is {entry!r:.200} ({error!r})")) from error

@@ -7,7 +7,7 @@ nothing else.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,21 +60,137 @@ def end_of_run(document: Mapping[str, Any]) -> End | None:
     return End(id=tokenizer.eod, token=getattr(tokenizer, "eod_token", None))
 
 
-def with_end(files: Mapping[str, bytes], end: End | None) -> dict[str, bytes]:
-    """``files`` of a published folder whose tokenizer and settings name ``end`` where they name none."""
+def with_end(files: Mapping[str, bytes], end: End | None, say: Callable[[str], None]) -> dict[str, bytes]:
+    """``files`` of a published folder whose tokenizer and settings name ``end``: where they name no end, or
+    others beside it, which stay and of which ``say`` gets a line.
+
+    Raises ``CheckpointError`` where the tokenizer of ``files`` is another than that of ``end``.
+    """
     found = dict(files)
     if end is None:
         return found
+    ids = _token_ids(files)
+    if end.token is not None and ids and ids.get(end.token) != end.id:
+        raise CheckpointError(
+            f"the run ended documents with {end.token!r} as token {end.id}, and the tokenizer for the result "
+            f"has it as {ids.get(end.token)}; expected the tokenizer that the data were made with. Give "
+            "--hf-files a folder with that one"
+        )
     if end.token is not None and "tokenizer.json" in found:
         settings = _object(_TOKENIZER_CONFIG, found.get(_TOKENIZER_CONFIG, b"{}"))
         if not settings.get("eos_token"):
             found[_TOKENIZER_CONFIG] = _json({**settings, "eos_token": end.token})
-    for name in (CONFIG, GENERATION):
-        if name not in found:
+    named = _named("eos_token", found, {})
+    for name in [each for each in (CONFIG, GENERATION) if each in found]:
+        there = named.get(name, [])
+        if end.id in there:
             continue
-        settings = _object(name, found[name])
-        if settings.get("eos_token_id") is None:
-            found[name] = _json({**settings, "eos_token_id": end.id})
+        ends = [*there, end.id] if there else end.id
+        found[name] = _json({**_object(name, found[name]), "eos_token_id": ends})
+        if there:
+            say(
+                f"{name}, of --hf-files or carried along, has eos_token_id {there} without {end.id}, with "
+                "which the run ended documents; the result has both"
+            )
+    return found
+
+
+def check_tokens(files: Mapping[str, bytes], vocab_size: int) -> list[str]:
+    """Lines about other special tokens that the side files of a folder name differently.
+
+    Raises ``CheckpointError`` where the tokenizer has ids beyond the ``vocab_size`` rows of the embedding, or
+    where its files, the generation settings and ``config.json`` disagree about the token that ends a text.
+    """
+    ids = _token_ids(files)
+    largest = max(ids.values(), default=-1)
+    if largest >= vocab_size:
+        raise CheckpointError(
+            f"tokenizer.json has ids up to {largest}, and config.json has vocab_size = {vocab_size}; "
+            "expected a row of the embedding for each id. Give the tokenizer of these weights"
+        )
+    named = _named("eos_token", files, ids)
+    # transformers stops at those of the generation settings, where these name any.
+    stops = set(named.get(GENERATION, named.get(CONFIG, [])))
+    wanted = {each for name, found in named.items() if name != GENERATION for each in found}
+    if (wanted - stops if stops else len(wanted) > 1) or any(
+        each not in range(vocab_size) for each in wanted | stops
+    ):
+        said = "; ".join(f"{name} has {found}" for name, found in named.items())
+        raise CheckpointError(
+            f"the files disagree about the token that ends a text: {said}. Expected ids below {vocab_size} "
+            "of tokens in tokenizer.json, and its own and those of config.json among the ids that generation "
+            "stops at. Correct the wrong file"
+        )
+    notes = []
+    for token in ("bos_token", "pad_token"):
+        named = _named(token, files, ids)
+        if len({each for found in named.values() for each in found}) > 1:
+            said = "; ".join(f"{name} has {found}" for name, found in named.items())
+            notes.append(f"the files name different tokens as {token}: {said}; they stay as they are")
+    return notes
+
+
+def check_same_tokens(given: Mapping[str, bytes], asked: Mapping[str, bytes]) -> None:
+    """Raise ``CheckpointError`` where the tokenizer of the ``asked`` files lacks tokens of the ``given`` one,
+    or has them under other ids."""
+    ours, theirs = _token_ids(given), _token_ids(asked)
+    wrong = sorted(token for token, index in ours.items() if theirs and theirs.get(token) != index)
+    if wrong:
+        shown = [f"{token!r} {ours[token]} and {theirs.get(token)}" for token in wrong[:5]]
+        raise CheckpointError(
+            f"the tokenizer of --hf-files is not that of the weights: {len(wrong)} tokens have other ids "
+            f"there, such as {', '.join(shown)}. Give a folder with the tokenizer of the data"
+        )
+
+
+def _named(token: str, files: Mapping[str, bytes], ids: Mapping[str, int]) -> dict[str, list[int | str]]:
+    """The ids of a special token by the file that names it; its text where ``ids`` have no such token.
+    Without ``ids`` only files that name ids. Raises ``CheckpointError`` for an entry of another type."""
+    found: dict[str, list[int | str]] = {}
+    for name, entry, kind in (
+        (CONFIG, f"{token}_id", int),
+        (GENERATION, f"{token}_id", int),
+        (_TOKENIZER_CONFIG, token, str),
+        ("special_tokens_map.json", token, str),
+    ):
+        value = _object(name, files.get(name, b"{}")).get(entry)
+        value = value.get("content") if isinstance(value, dict) else value
+        values = [] if value is None else value if isinstance(value, list) else [value]
+        if any(type(each) is not kind for each in values):
+            raise CheckpointError(
+                f"{name} has {entry} = {value!r}; expected {kind.__name__}. Correct that entry"
+            )
+        if values and (ids or kind is int):
+            found[name] = [ids.get(each, each) for each in values]
+    return found
+
+
+def _token_ids(files: Mapping[str, bytes]) -> dict[str, int]:
+    """Text -> id of the tokens in ``tokenizer.json``; nothing without it. Raises ``CheckpointError``."""
+    whole = _object("tokenizer.json", files.get("tokenizer.json", b"{}"))
+    try:
+        vocabulary = (whole.get("model") or {}).get("vocab") or {}
+        if isinstance(vocabulary, list):
+            vocabulary = {token: index for index, (token, _) in enumerate(vocabulary)}
+        added = {each["content"]: int(each["id"]) for each in whole.get("added_tokens") or ()}
+        decoder = _object(_TOKENIZER_CONFIG, files.get(_TOKENIZER_CONFIG, b"{}")).get("added_tokens_decoder")
+        other = {each["content"]: int(index) for index, each in (decoder or {}).items()}
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"the tokens of tokenizer.json and {_TOKENIZER_CONFIG} cannot be read ({error!r}). Give complete "
+            "copies of them"
+        ) from error
+    found: dict[str, int] = {**vocabulary, **added}
+    wrong = [
+        f"{token!r} {other[token]}, not {found[token]}"
+        for token in other
+        if other[token] != found.get(token, other[token])
+    ]
+    if wrong:
+        raise CheckpointError(
+            f"{_TOKENIZER_CONFIG} has other ids than tokenizer.json: {', '.join(wrong[:5])}. Expected "
+            "files of one tokenizer"
+        )
     return found
 
 

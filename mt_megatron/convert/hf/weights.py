@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mt_megatron.convert.folders import CONFIG
+from mt_megatron.convert.folders import CONFIG, read_json
 from mt_megatron.convert.hf.fp8_blocks import BLOCK, SUFFIX, dequantise
 from mt_megatron.convert.hf.safetensors_format import Stored, read_header
 from mt_megatron.convert.tensors.mapped_file import MappedFile
@@ -37,7 +36,7 @@ class PublishedFolder:
         self.folder = folder
         self._fp8_as = fp8_as
         self.config = read_json(folder / CONFIG) if (folder / CONFIG).exists() else {}
-        self._places = _places(folder)
+        self._places = _places(folder, self.config.get("transformers_weights"))
         self._block = _fp8_block(folder, self.config)
         self._maps: dict[Path, MappedFile] = {}
         self._lock = threading.Lock()
@@ -124,6 +123,13 @@ class PublishedSource:
                 wrong.append(f"{' + '.join(row.sources)}: dtypes differ")
         raise_wrong(wrong)
 
+    def check_copies(self) -> None:
+        """Raise ``CheckpointError`` where a tensor that repeats another is not equal to it."""
+        for name, row in self.rows.items():
+            if any(copy in self.folder.tensors for copy in row.copies):
+                self.published(name)
+                self.release(name)
+
     def dtype(self, name: str) -> torch.dtype:
         row = self.rows[name]
         return dtype_of(row, self.folder.tensors[row.sources[0]].dtype, self.target)
@@ -148,34 +154,44 @@ class PublishedSource:
             self.folder.release(source)
 
 
-def not_of_model(names: Collection[str], num_layers: int, *, prediction: bool) -> set[str]:
-    """Published names that are known and not wanted: rotary frequencies, which every reader computes, and
-    without ``prediction`` the layers behind the model's last."""
-    found = {name for name in names if name.endswith(".rotary_emb.inv_freq")}
-    for name in names if not prediction else ():
+def of_prediction(names: Collection[str], num_layers: int) -> set[str]:
+    """Published names of layers of multi-token prediction: behind the model's last, with an ``eh_proj``."""
+    behind: dict[int, set[str]] = {}
+    for name in names:
         words = name.split(".")
         if words[:2] == ["model", "layers"] and words[2].isdigit() and int(words[2]) >= num_layers:
-            found.add(name)
+            behind.setdefault(int(words[2]), set()).add(name)
+    return {
+        name
+        for layer, found in behind.items()
+        for name in found
+        if f"model.layers.{layer}.eh_proj.weight" in found
+    }
+
+
+def _places(folder: Path, explicit: Any) -> dict[str, tuple[Path, Stored]]:
+    """Where each tensor lies. transformers takes the file that ``explicit`` names, else the single one, else
+    those of the index: raises ``CheckpointError`` where these are not the same files."""
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} is no folder; expected one with safetensors files")
+    index, single = folder / INDEX, folder / SINGLE
+    found = _from_index(index) if index.exists() else _from_files(folder)
+    files = sorted({path.name for path, _ in found.values()})
+    if index.exists() and single.exists() and files != [SINGLE]:
+        raise CheckpointError(
+            f"{folder} has {SINGLE}, which transformers reads, and {INDEX}, which names {listed(files, 5)}; "
+            "expected one of both. Remove the one that is not of these weights"
+        )
+    if explicit is not None and explicit != (INDEX if index.exists() else SINGLE) and [explicit] != files:
+        raise CheckpointError(
+            f"{folder / CONFIG} has transformers_weights = {explicit!r}, and the folder's weights are in "
+            f"{listed(files, 5)}; expected no such entry, or the same files. Correct it"
+        )
     return found
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises ``CheckpointError``."""
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}. Give a complete copy of it") from error
-    if not isinstance(document, dict):
-        raise CheckpointError(f"{path} holds {type(document).__name__}, expected an object")
-    return document
-
-
-def _places(folder: Path) -> dict[str, tuple[Path, Stored]]:
-    if not folder.is_dir():
-        raise CheckpointError(f"{folder} is no folder; expected one with safetensors files")
-    index = folder / INDEX
-    if not index.exists():
-        return _from_files(folder)
+def _from_index(index: Path) -> dict[str, tuple[Path, Stored]]:
+    folder = index.parent
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict):
         raise CheckpointError(f"{index} has no weight_map; give a complete copy of it")

@@ -10,6 +10,7 @@ queue_depth              how many micro-batches the loader's workers have ready:
                          training waits for its data
 sample_need              whether the training data lasts as long as the run, known before its first
                          step
+shared_memory            shared memory that loader workers need, against the size of ``/dev/shm``
 sentencepiece_tokenizer  tokens by a SentencePiece ``.model`` file, under Megatron-LM's names for
                          its two ways
 tokenizer                tokenizers by the name of their type; Hugging Face's ``tokenizer.json``,

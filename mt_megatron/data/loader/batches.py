@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
+from multiprocessing.queues import Queue
 from typing import Any
 
 import torch
@@ -17,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from mt_megatron.data.loader.datasets import SampleDataset
 from mt_megatron.data.loader.queue_depth import watched
+from mt_megatron.data.loader.shared_memory import PREFETCHED, exhausted
 from mt_megatron.errors import DataError
 from mt_megatron.layers.attention.packed_sequences import document_borders
 
@@ -28,8 +32,6 @@ micro-batch read row by row, and ``max_seqlen`` int64 [], the length of the long
 
 _KEYS = ("tokens", "labels", "loss_mask", "position_ids", "attention_mask")
 _PADDING = -1
-_PREFETCHED = 4
-"""Micro-batches that each worker keeps ready, so that a step does not wait for a slow read."""
 _WORKER_ENDS_WITHIN = 1.0
 """Seconds from a closed connection to a worker until everything else that it had open is closed."""
 
@@ -157,26 +159,30 @@ def _load(
     dataset: SampleDataset, sampler: MicroBatchSampler, num_workers: int, pin_memory: bool
 ) -> Iterator[Batch]:
     view = _PaddedView(dataset)
-    collate = partial(_collate, end=_document_end(dataset))
+    end = _document_end(dataset)
     if num_workers == 0 and not pin_memory:
         for indices in sampler:
-            yield collate([view[index] for index in indices])
+            yield _collate([view[index] for index in indices], end=end)
         return
     # Its own generator: a DataLoader otherwise draws a seed from torch's global one, and dropout
     # would differ between a resumed and an uninterrupted run.
-    loader: DataLoader[Batch] = DataLoader(
+    loader: DataLoader[Batch | str] = DataLoader(
         view,
         batch_sampler=sampler,
         num_workers=num_workers,
-        collate_fn=collate,
+        collate_fn=partial(_collate_in_worker if num_workers else _collate, end=end),
         pin_memory=pin_memory,
         generator=torch.Generator(),
-        prefetch_factor=_PREFETCHED if num_workers else None,
+        prefetch_factor=PREFETCHED if num_workers else None,
+        worker_init_fn=_end_at_a_lost_batch,
     )
     with _child_signal_kept():
         iterator = iter(loader)
     try:
-        yield from watched(iterator)
+        for batch in watched(iterator):
+            if isinstance(batch, str):
+                raise DataError(batch)
+            yield batch
     except (RuntimeError, EOFError, OSError) as error:
         gone = _ended_worker(iterator, error)
         if gone is None:
@@ -221,6 +227,7 @@ def _ended_worker(iterator: object, error: Exception) -> str | None:
             worker.join()
             if code := worker.exitcode:
                 by = f"by signal {-code}" if code < 0 else f"with exit code {code}"
+                by += " (SIGBUS, as of a full /dev/shm)" if code == -signal.SIGBUS else ""
                 return f"DataLoader worker (pid {worker.pid}) ended {by}."
     return said
 
@@ -253,3 +260,26 @@ def _collate(samples: Sequence[dict[str, Any]], *, end: int | None) -> Batch:
         batch["cu_seqlens"] = document_borders(batch["tokens"], end)
         batch["max_seqlen"] = batch["cu_seqlens"].diff().max().long()
     return batch
+
+
+def _collate_in_worker(samples: Sequence[dict[str, Any]], *, end: int | None) -> Batch | str:
+    """The batch in shared memory, or why it cannot be there."""
+    batch = _collate(samples, end=end)
+    try:
+        # Not in the queue's thread, where an error loses the batch and the trainer waits for it without end.
+        for tensor in batch.values():
+            tensor.share_memory_()
+    except (RuntimeError, OSError) as error:
+        nbytes = sum(tensor.nbytes for tensor in batch.values())
+        return exhausted(error, nbytes, masked="attention_mask" in batch)
+    return batch
+
+
+def _end_at_a_lost_batch(worker: int) -> None:
+    """Let this worker end where its queue's thread loses a batch: an end the trainer hears of."""
+
+    def end(error: Exception, batch: Any) -> None:
+        traceback.print_exception(error)
+        os._exit(1)
+
+    Queue._on_queue_feeder_error = staticmethod(end)  # type: ignore[attr-defined]

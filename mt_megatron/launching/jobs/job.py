@@ -6,10 +6,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mt_megatron.config.parse import load_config
 from mt_megatron.config.schema import TrainingConfig
 from mt_megatron.errors import ConfigError
 from mt_megatron.planning.validate.parallel import node_problems
+from mt_megatron.training.init_from_hf import load_run
 from mt_megatron.training.validate import problems
 
 _NAME = re.compile(r"[a-z]([a-z0-9-]{0,47}[a-z0-9])?")
@@ -72,7 +72,7 @@ def check_job(job: LaunchJob, *, restarts: bool) -> TrainingConfig:
             "nothing says what to train. Put options of mt-megatron pretrain after --, such as "
             "-- --model llama3_8b --config run.yaml"
         )
-    config = load_config(job.options)
+    config = load_run(job.options)
     found = problems(config, world_size=job.world_size, check_files=False)
     found += node_problems(config, job.world_size, job.processes_per_node)
     found = list(dict.fromkeys(found))

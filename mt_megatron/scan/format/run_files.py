@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from mt_megatron.checkpoint.file_locks import FileLock
+from mt_megatron.checkpoint.files import run_root
 from mt_megatron.errors import ScanError
 
 from .permissions import grant, make_private_folder, open_private
@@ -88,7 +89,7 @@ def run_files(run: Path | str) -> RunFiles:
 
 def existing_run(run: Path | str) -> RunFiles:
     """``run_files`` of a run that holds a trace. Raises ``ScanError`` when it holds none."""
-    files = run_files(run)
+    files = run_files(run_root(run))
     if not files.run_json.exists() and not files.ranks():
         raise ScanError(
             f"found no trace in {files.root}; expected run.json or folders rank-NNNNN there. Give the folder "

@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-import psutil
 import torch
 from torch import Tensor
 
 from mt_megatron.checkpoint.rng import capture_rng, restore_rng
 from mt_megatron.checkpoint.run_parts import synchronised_parameters
 from mt_megatron.fp8.state import states_of
+from mt_megatron.host import limits
 from mt_megatron.scope.lab.changes import parts_of
 from mt_megatron.scope.trainer import Trainer
 
@@ -159,9 +159,9 @@ def bytes_of(trainer: Trainer) -> int:
 
 
 def default_limit_mib() -> float:
-    """Half of the machine's free memory, shared among its ranks, in MiB."""
+    """Half of the memory that the machine's ranks can still allocate, shared among them, in MiB."""
     ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    return float(psutil.virtual_memory().available) / 2 / ranks / MIB
+    return limits.memory().available / 2 / ranks / MIB
 
 
 def _parameters(trainer: Trainer) -> list[Tensor]:

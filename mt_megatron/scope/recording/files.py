@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mt_megatron.checkpoint.files import run_root
 from mt_megatron.errors import ScopeError
 from mt_megatron.scan.format.permissions import make_private_folder
 from mt_megatron.scan.format.run_files import changing, write_private
@@ -120,7 +121,7 @@ def scope_files(run: Path | str) -> ScopeFiles:
 
 def existing_recording(run: Path | str) -> ScopeFiles:
     """``scope_files`` of a run that has a recording. Raises ``ScopeError`` where it has none."""
-    files = scope_files(run)
+    files = scope_files(run_root(run))
     if not files.nodes():
         raise ScopeError(
             f"found no recording in {files.root}; expected node-HOST-NNNNN.sqlite there. Give the folder "

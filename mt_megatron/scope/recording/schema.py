@@ -44,7 +44,8 @@ DECLARED_ONCE = "declared_once"
 """Key of ``about``: number of the first session from which on ranks' parts are declared once a start.
 Attempts before it have all rows of their own."""
 
-_JOURNAL_BYTES = 16 * 2**20
+JOURNAL_BYTES = 16 * 2**20
+"""Of a journal or log that is not under way."""
 
 TABLES = """
 CREATE TABLE about(key TEXT PRIMARY KEY, value) WITHOUT ROWID;
@@ -125,7 +126,9 @@ def connect_writer(path: Path, *, page_bytes: int = 4096) -> sqlite3.Connection:
         mode = "WAL" if keeps_shared_memory(path.parent) else "TRUNCATE"
         connection.execute(f"PRAGMA journal_mode={mode}").fetchone()
         connection.execute("PRAGMA synchronous=NORMAL")
-        connection.execute(f"PRAGMA journal_size_limit={_JOURNAL_BYTES}")
+        # Zeros over what is removed, as some builds have it by default, would go through the log.
+        connection.execute("PRAGMA secure_delete=FAST").fetchone()
+        connection.execute(f"PRAGMA journal_size_limit={JOURNAL_BYTES}")
         connection.execute("PRAGMA trusted_schema=OFF")
         return connection
     except sqlite3.DatabaseError as error:

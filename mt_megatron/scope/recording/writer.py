@@ -153,38 +153,68 @@ class Writer:
         frames = [*self._transactions.taken(), *frames]
         if not (frames or len(self._parts) or self._transactions.statements):
             return  # a lock for nothing would hold readers up
-        try:
-            if not self._transactions.begin():
-                self._wait(frames)
+        portions = self._portions(frames)
+        for index, portion in enumerate(portions, 1):
+            if not self._tick(portion, final=final and index == len(portions)):
+                self._wait([frame for each in portions[index - 1 :] for frame in each])
                 return
-            for rank, frame in frames:
-                self._take(rank, frame)
-            self._write_parts(final=final)
-            self._transactions.commit()
+
+    def _portions(self, frames: list[tuple[int, Frame]]) -> list[list[tuple[int, Frame]]]:
+        """``frames`` as transactions that the log has room for: statistics of a step change a page of each
+        series, so that those of a later step come into the next one."""
+        portions: list[list[tuple[int, Frame]]] = [[]]
+        size, sampled = 0, set[int]()
+        for rank, frame in frames:
+            size += arrays_bytes(frame)
+            is_later = frame.get("k") == "stats" and rank in sampled
+            if portions[-1] and (is_later or size > self._retention.log_bytes // 2):
+                portions.append([])
+                size, sampled = arrays_bytes(frame), set()
+            portions[-1].append((rank, frame))
+            if frame.get("k") == "stats":
+                sampled.add(rank)
+        return portions
+
+    def _tick(self, frames: list[tuple[int, Frame]], *, final: bool) -> bool:
+        """One transaction; False: another connection is in its way. Whatever goes wrong ends the recording
+        with a line."""
+        if self.stopped is not None:
+            self._lose(frames)
+            return True
+        try:
+            if not self._has_room(sum(arrays_bytes(frame) for _, frame in frames)):
+                self._transactions.waits = True
+                return False
+            with self._retention.measured():
+                if not self._transactions.begin():
+                    return False
+                for rank, frame in frames:
+                    self._take(rank, frame)
+                self._write_parts(final=final)
+                self._transactions.commit()
             self.frames += len(frames)
         except Exception as error:  # noqa: BLE001 - whatever it is ends the recording with a line, not the thread
             self._stop(error)
             self._lose(frames)
-            return
-        self._thin()
+        return True
 
     def _wait(self, frames: list[tuple[int, Frame]]) -> None:
         self._lose(self._transactions.hold(frames))
         time.sleep(PAUSE_SECONDS)
         self._tell_once(
-            f"{self.path} is locked, as by a long 'scope sql': frames wait, and those beyond "
-            f"{MOST_HELD_BYTES >> 20} MiB are dropped; training goes on"
+            f"{self.path} is locked, or its log kept, as by a long 'scope sql': frames wait, and those "
+            f"beyond {MOST_HELD_BYTES >> 20} MiB are dropped; training goes on"
         )
 
-    def _thin(self) -> None:
+    def _has_room(self, coming: int) -> bool:
         """Apply the bound; another connection's lock puts it off."""
         try:
-            self._retention.apply()
-        except Exception as error:  # noqa: BLE001 - as in ``tick``
-            if is_busy(error):
-                self._transactions.roll_back()
-            else:
-                self._stop(error)
+            return self._retention.has_room(coming)
+        except sqlite3.OperationalError as error:
+            if not is_busy(error):
+                raise
+            self._transactions.roll_back()
+            return True
 
     def alert(self, alert: Alert, session: tuple[str, int]) -> None:
         """Keep an alert of the ``session`` (name, attempt); written at once."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import json
+import math
 import os
 import queue
 import signal
@@ -176,8 +177,9 @@ class Watchdog:
         end: Callable[[int, str], NoReturn] = end_process,
         closing_seconds: float = CLOSING_SECONDS,
     ) -> None:
-        """``limit`` in seconds; ``channel`` is None for a run of one process. ``closing_seconds``: how long
-        this rank may save and close after an error of its own once another rank has raised the alarm."""
+        """``limit`` in seconds; ``channel`` is None for a run of one process. ``closing_seconds``: the limit
+        of ``long_progress``, and how long this rank may save and close after an error of its own once another
+        rank has raised the alarm."""
         self.limit = limit
         self._closing_seconds = closing_seconds
         self.period = min(5.0, max(0.2, limit / 20))
@@ -186,7 +188,9 @@ class Watchdog:
         self._world_size = world_size
         self._channel = channel
         self._end = end
-        self._state: tuple[float, str, bool] = (time.monotonic(), "starting", False)
+        self._state: tuple[float, str, float] = (time.monotonic(), "starting", math.inf)
+        """Time of the last progress, where, and the seconds until the next."""
+
         self._stopped = threading.Event()
         self._is_ending = False
         self._alarm: str | None = None
@@ -201,7 +205,7 @@ class Watchdog:
             )
 
     def start(self) -> None:
-        """Watch from now on; nothing is limited before ``progress`` is called."""
+        """Watch from now on; nothing is limited before ``progress`` or ``long_progress`` is called."""
         if (
             threading.current_thread() is threading.main_thread()
             and signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL
@@ -214,16 +218,20 @@ class Watchdog:
 
     def progress(self, where: str) -> None:
         """The main thread has got to ``where``; it must show progress again within the limit."""
-        self._state = (time.monotonic(), where, True)
+        self._state = (time.monotonic(), where, self.limit)
+
+    def long_progress(self, where: str) -> None:
+        """As ``progress``, of what takes longer than a step: a start's first one, saving, validation."""
+        self._state = (time.monotonic(), where, self._closing_seconds)
 
     def touch(self) -> None:
         """The main thread gets on within what it was doing."""
-        _, where, limited = self._state
-        self._state = (time.monotonic(), where, limited)
+        _, where, limit = self._state
+        self._state = (time.monotonic(), where, limit)
 
     def unlimited(self, where: str) -> None:
         """The main thread is at ``where``, which may take as long as it likes."""
-        self._state = (time.monotonic(), where, False)
+        self._state = (time.monotonic(), where, math.inf)
 
     def ending(self, where: str) -> None:
         """The main thread met an error and saves, closes and leaves. Other ranks hear of it, and neither wait
@@ -259,14 +267,14 @@ class Watchdog:
             now = time.monotonic()
             if now - before > 5 * self.period + 2:
                 # The whole process was stopped and goes on (a debugger, a suspended machine).
-                since, where, limited = self._state
-                self._state = (now, where, limited)
+                since, where, limit = self._state
+                self._state = (now, where, limit)
             before = now
-            since, where, limited = self._state
+            since, where, limit = self._state
             if self._alarm is not None:
                 self._answer(self._alarm, now)
-            elif limited and now - since > self.limit:
-                self._give_evidence(f"no progress for {now - since:.1f} s (limit {self.limit:g} s)")
+            elif now - since > limit:
+                self._give_evidence(f"no progress for {now - since:.1f} s (limit {limit:g} s)")
 
     def _answer(self, alarm: str, now: float) -> None:
         waited = now - self._alarm_heard
@@ -348,6 +356,9 @@ class NoWatchdog:
         """Nothing."""
 
     def progress(self, where: str) -> None:
+        """Nothing."""
+
+    def long_progress(self, where: str) -> None:
         """Nothing."""
 
     def touch(self) -> None:

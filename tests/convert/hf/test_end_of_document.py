@@ -13,9 +13,10 @@ from safetensors.torch import save_file
 
 from mt_megatron.checkpoint.files import read_manifest, write_manifest
 from mt_megatron.data.loader.tokenizer import END_OF_DOCUMENT, Tokenizer, train_tokenizer
+from mt_megatron.errors import CheckpointError
 from tests.convert import published
 from tests.convert.published import read
-from tests.convert.recorded_run import converted
+from tests.convert.recorded_run import Quiet, converted
 
 
 @pytest.fixture(scope="module")
@@ -92,3 +93,74 @@ def test_generated_samples_have_no_end(tokenizer: Tokenizer, tmp_path: Path) -> 
     write_manifest(folder / "iter_0000001", document)
     converted(folder, tmp_path / "out", "huggingface")
     assert json.loads((tmp_path / "out" / "config.json").read_text()).get("eos_token_id") is None
+
+
+def beside(folder: Path, tokenizer: Tokenizer, **settings: Any) -> Path:
+    """A folder for ``--hf-files`` with ``tokenizer``, whose settings name another end."""
+    (folder / "files").mkdir()
+    (folder / "files" / "tokenizer.json").write_bytes(tokenizer.path.read_bytes())
+    for name in ("config.json", "generation_config.json"):
+        document = {"model_type": "llama", "eos_token_id": 2, **settings}
+        (folder / "files" / name).write_text(json.dumps(document))
+    return folder / "files"
+
+
+@pytest.mark.parametrize("ends", [2, [2, 3]])
+def test_generation_stops_with_another_end_in_the_files(
+    ends: int | list[int], tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    run, progress = run_of(tmp_path, tokenizer), Quiet()
+    files = beside(tmp_path, tokenizer, eos_token_id=ends)
+    converted(run, tmp_path / "out", "huggingface", side_files=files, progress=progress)
+    assert generated(tmp_path / "out") == 1
+    said = [line for line in progress.lines if "--hf-files" in line]
+    assert len(said) == 2 and all(f"without {tokenizer.eod}" in line for line in said)
+    for name in ("config.json", "generation_config.json"):
+        found = json.loads((tmp_path / "out" / name).read_text())["eos_token_id"]
+        assert found == [*(ends if isinstance(ends, list) else [ends]), tokenizer.eod]
+
+
+def test_an_end_that_is_named_stays_as_it_is(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    run, progress = run_of(tmp_path, tokenizer), Quiet()
+    files = beside(tmp_path, tokenizer, eos_token_id=[2, tokenizer.eod])
+    converted(run, tmp_path / "out", "huggingface", side_files=files, progress=progress)
+    assert progress.lines == []
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == [2, tokenizer.eod]
+
+
+def test_another_tokenizer_is_refused(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """Of the same size: its tokens have other ids, the end of a document the same."""
+    run = run_of(tmp_path, tokenizer)
+    (tmp_path / "other").mkdir()
+    other = train_tokenizer(
+        ["another text of other words, longer than theirs " * 20],
+        vocab_size=tokenizer.vocab_size,
+        output=tmp_path / "other" / "tokenizer.json",
+    )
+    assert (other.eod, other.eod_token) == (tokenizer.eod, tokenizer.eod_token)
+    files = beside(tmp_path, other)
+    with pytest.raises(CheckpointError, match="--hf-files is not that of the weights: .* tokens have other"):
+        converted(run, tmp_path / "out", "huggingface", side_files=files)
+
+
+def test_an_end_with_another_id_is_refused(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """The run's own tokenizer is gone: its checkpoint says which token ended documents."""
+    said = {"tokenizer": {"eod": 5, "eod_token": tokenizer.eod_token}}
+    run = run_of(tmp_path, tokenizer, said)
+    document = read_manifest(run / "iter_0000001")
+    document["config"]["data"]["tokenizer_model"] = None
+    write_manifest(run / "iter_0000001", document)
+    with pytest.raises(CheckpointError, match="as token 5, and the tokenizer for the result has it as 0"):
+        converted(run, tmp_path / "out", "huggingface", side_files=beside(tmp_path, tokenizer))
+
+
+def test_data_of_a_chat_folders_tokenizer_alone(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """Its settings end a turn with another token, which stays beside the trained one."""
+    run = run_of(tmp_path, tokenizer)
+    files = beside(tmp_path, tokenizer, eos_token_id=7)
+    token = next(text for text, index in tokenizer.vocabulary().items() if index == 7)
+    (files / "tokenizer_config.json").write_text(json.dumps({"eos_token": token}))
+    converted(run, tmp_path / "out", "huggingface", side_files=files)
+    assert json.loads((tmp_path / "out" / "generation_config.json").read_text())["eos_token_id"] == [7, 0]
+    assert json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())["eos_token"] == token
+    assert generated(tmp_path / "out") == 1

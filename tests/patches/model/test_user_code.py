@@ -36,7 +36,10 @@ def test_code_between_dispatcher_and_experts_gets_every_experts_rows(found: Foun
     seen = found["subclasses"][case]
     topk = int(case[0])
     assert seen["scaled"]["seen"] == seen["expected"]["seen"]
-    assert torch.allclose(torch.tensor(seen["scaled"]["output"]), torch.tensor(seen["expected"]["output"]))
+    expected = torch.tensor(seen["expected"]["output"])
+    # Rows are scaled before the products or after: small elements are sums of terms as large as the largest.
+    close = 1e-6 * float(expected.abs().max())
+    torch.testing.assert_close(torch.tensor(seen["scaled"]["output"]), expected, rtol=0, atol=close)
     for name in ("other", "exchanged"):
         rows, counts = seen[name]["seen"]
         assert rows == sum(counts) == topk * TOKENS, name

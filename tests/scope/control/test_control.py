@@ -36,7 +36,7 @@ class Counting:
         self.on_aside: list[Callable[[], None]] = []
         self.stop = False
         self.layout = SimpleNamespace(world_size=1)
-        self.backend = SimpleNamespace(device=lambda: "cpu")
+        self.backend = SimpleNamespace(current_device=lambda: 0, device=lambda index: "cpu")
 
     def sum_over_ranks(self, values: list[float]) -> list[float]:
         return values

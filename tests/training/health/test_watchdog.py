@@ -157,10 +157,22 @@ def _watched(limit: float, **options: Any) -> tuple[Watchdog, list[str], threadi
     return watchdog, said, ended
 
 
-def test_what_may_take_long_does_not_trip_it_and_a_step_does(capfd: pytest.CaptureFixture[str]) -> None:
-    watchdog, said, ended = _watched(1.5)
+def test_what_takes_long_has_the_longer_limit(capfd: pytest.CaptureFixture[str]) -> None:
+    watchdog, said, ended = _watched(1.0, closing_seconds=4.0)
+    watchdog.long_progress("after step 1")
+    for _ in range(3):
+        assert not ended.wait(1.5), "what gets on has no end"
+        watchdog.touch()
+    began = time.monotonic()
+    assert ended.wait(30) and time.monotonic() - began > 3.0
+    watchdog.stop()
+    assert "after step 1" in said[0] and "limit 4 s" in capfd.readouterr().err
+
+
+def test_a_pause_does_not_trip_it_and_a_step_does(capfd: pytest.CaptureFixture[str]) -> None:
+    watchdog, said, ended = _watched(1.5, closing_seconds=0.5)
     watchdog.progress("step 1")
-    watchdog.unlimited("saving")
+    watchdog.unlimited("paused by command")
     assert not ended.wait(3.0)
     watchdog.progress("step 2")
     assert ended.wait(30)
@@ -295,3 +307,12 @@ def test_a_run_whose_data_does_not_come_ends(tmp_path: Path) -> None:
     assert "is in no collective while the others wait" in text
     assert "rank 1 (host" in text and "watchdog_cases.py" in text and "step 3" in text
     assert f"exit code {EXIT_CODE}" in text
+
+
+def test_every_part_of_a_run_is_limited(tmp_path: Path) -> None:
+    (found,) = run_ranks(
+        1, "tests.training.health.watchdog_cases:limits_in_a_run", str(tmp_path), timeout=200
+    )
+    assert found["step"] == [60, 300, 300], "the first one compiles kernels and starts the loader"
+    assert len(found["validation"]) == 3 and set(found["validation"]) == {60}
+    assert len(found["saving"]) > 3 and set(found["saving"]) == {60}
