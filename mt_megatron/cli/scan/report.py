@@ -40,9 +40,20 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 
 def add_steps(parser: argparse.ArgumentParser) -> None:
-    """``--first-step`` and ``--last-step``."""
+    """``--first-step``, ``--last-step`` and ``--start``."""
     parser.add_argument("--first-step", type=int, metavar="N", help="look at steps from this one on")
     parser.add_argument("--last-step", type=int, metavar="N", help="look at steps up to this one")
+    add_start(parser)
+
+
+def add_start(parser: argparse.ArgumentParser) -> None:
+    """``--start``."""
+    parser.add_argument(
+        "--start",
+        type=int,
+        metavar="N",
+        help="look at this start of the run, from 1 (the newest that recorded a whole step)",
+    )
 
 
 def check_steps(args: argparse.Namespace) -> None:
@@ -66,7 +77,9 @@ def run(args: argparse.Namespace) -> int:
     from mt_megatron.scan.report.gather import write_report
 
     check_steps(args)
-    files = write_report(args.run, args.output, first_step=args.first_step, last_step=args.last_step)
+    files = write_report(
+        args.run, args.output, first_step=args.first_step, last_step=args.last_step, start=args.start
+    )
     if args.json:
         print(json.dumps(files.data.to_dict(), indent=1))
         return 1 if files.data.findings else 0

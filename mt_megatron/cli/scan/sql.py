@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mt_megatron.cli.scan.command import code_without
+from mt_megatron.cli.scan.report import add_start
 
 _EXAMPLE = """examples:
   mt-megatron scan sql RUN "describe spans"
@@ -37,6 +38,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "--format", choices=("table", "csv", "json"), default="table", help="of the answer (%(default)s)"
     )
+    add_start(parser)
     parser.set_defaults(func=run)
     return parser
 
@@ -45,7 +47,8 @@ def run(args: argparse.Namespace) -> int:
     """Print the answer; returns the exit code."""
     from mt_megatron.scan.export.sql import query
 
-    answer = query(args.run, sys.stdin.read() if args.statement == "-" else args.statement)
+    statement = sys.stdin.read() if args.statement == "-" else args.statement
+    answer = query(args.run, statement, start=args.start)
     show(answer.columns, answer.rows, args.format)
     return code_without(answer.unreadable)
 

@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
 
     check_steps(args)
     spans = None if args.ranks is None else parse_ranks(args.ranks)
-    trace = open_trace(args.run, causality=True)
+    trace = open_trace(args.run, start=args.start, causality=True)
     wanted = None
     if spans is not None:
         wanted = frozenset(rank for rank in trace.ranks if any(rank in span for span in spans))

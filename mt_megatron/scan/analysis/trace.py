@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from mt_megatron.errors import ScanError
 from mt_megatron.scan.clock.fit import Clocks, fit_clocks
-from mt_megatron.scan.format.records import PING
+from mt_megatron.scan.format.records import KIND, OPEN, PING
 from mt_megatron.scan.format.run_files import RunFiles, existing_run, read_run, segment_paths
 from mt_megatron.scan.format.segments import (
     PINGS,
@@ -89,11 +89,13 @@ class Trace:
         return bool(self.facts.get("simulated", False))
 
 
-def open_trace(run: Path | str, *, causality: bool = False) -> Trace:
-    """The newest session of ``run`` (a run's folder or its ``scan`` folder), clocks fitted; with
-    ``causality`` so that nothing is received before it was sent, which reads every rank once.
+def open_trace(run: Path | str, *, start: int | None = None, causality: bool = False) -> Trace:
+    """One start of ``run`` (a run's folder or its ``scan`` folder), clocks fitted; with ``causality`` so that
+    nothing is received before it was sent, which reads every rank once.
 
-    Raises ``ScanError`` when there is no trace or none of its ranks can be read.
+    ``start``: its number, from 1; None for the newest that recorded a whole step, as a start that found the
+    run finished and only evaluated it has none. Raises ``ScanError`` when there is no such start, no trace,
+    or none of its ranks can be read.
     """
     files = existing_run(run)
     notes: list[str] = []
@@ -112,21 +114,25 @@ def open_trace(run: Path | str, *, causality: bool = False) -> Trace:
         expected = "expected files such as rank-00000/000000.scan"
         nothing = f"found no readable segment below {files.root}; {expected}"
         raise ScanError(next((text for each in damaged.values() for text in each.values()), nothing))
-    newest = max(numbers)
+    if start is not None and start - 1 not in numbers:
+        known = ", ".join(str(number + 1) for number in sorted(numbers))
+        raise ScanError(f"found no start {start} in {files.root}; expected one of {known}. Change --start")
+    chosen = start - 1 if start is not None else _newest_with_steps(files, segments, sorted(numbers))
     unreadable = {
-        text: rank for rank, each in segments.items() for text in damaged_in(newest, each, damaged[rank])
+        text: rank for rank, each in segments.items() for text in damaged_in(chosen, each, damaged[rank])
     }
-    if earlier := len(numbers) - 1:
+    if len(numbers) > 1:
+        later = "" if chosen == max(numbers) else "; later starts recorded no whole step"
         notes.append(
-            f"the run was started {earlier + 1} times; this is what its last start recorded, earlier "
-            "starts are kept but not shown"
+            f"the run was started {max(numbers) + 1} times; this is what start {chosen + 1} recorded"
+            f"{'' if start else later}, --start N shows another"
         )
     # The whole of one rank at a time.
     shared: dict[str, Any] = {}
     light = {
-        rank: _Light(files.rank_folder(rank), newest, kept, shared)
+        rank: _Light(files.rank_folder(rank), chosen, kept, shared)
         for rank, each in segments.items()
-        if (kept := [segment for segment in each if _session(segment[1]) == newest])
+        if (kept := [segment for segment in each if _session(segment[1]) == chosen])
     }
     world = int(facts.get("world_size", max(light) + 1))
     missing = tuple(rank for rank in range(world) if rank not in light)
@@ -139,7 +145,7 @@ def open_trace(run: Path | str, *, causality: bool = False) -> Trace:
     return Trace(
         files=files,
         facts=facts,
-        session=newest,
+        session=chosen,
         ranks=tuple(sorted(light)),
         missing=missing,
         places=places_of(facts, {rank: each.meta for rank, each in light.items()}),
@@ -205,6 +211,20 @@ _Segment = tuple[Path, dict[str, Any]]
 
 def _session(meta: Mapping[str, Any]) -> int:
     return int(meta.get("session", 0))
+
+
+def _newest_with_steps(
+    files: RunFiles, segments: Mapping[int, Sequence[_Segment]], sessions: Sequence[int]
+) -> int:
+    """The last of ``sessions`` in which a rank ended a step; the last one where none did."""
+    for session in reversed(sessions if len(sessions) > 1 else ()):
+        for rank, each in segments.items():
+            if all(_session(meta) != session for _, meta in each):
+                continue
+            spans = read_rank(files.rank_folder(rank), session=session).spans
+            if np.any((spans["kind"] == KIND["step"]) & (spans["end"] != OPEN)):
+                return session
+    return sessions[-1]
 
 
 class _Light:

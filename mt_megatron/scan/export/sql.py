@@ -264,13 +264,14 @@ class Answer:
     """Sentences on files that could not be read: the tables lack what they hold."""
 
 
-def query(run: Path | str, statement: str) -> Answer:
+def query(run: Path | str, statement: str, *, start: int | None = None) -> Answer:
     """The answer to ``statement``, which sees the tables of ``parquet.TABLES`` and no other file.
+    ``start`` as ``open_trace``.
 
     Raises ``ConfigError`` for a wrong statement or a missing library, ``ScanError`` without a trace.
     """
     duckdb = load("duckdb")
-    trace = open_trace(run)
+    trace = open_trace(run, start=start)
     folder = ensure_store(trace).resolve()
     # Tables with a stamp lack nothing, even if a file was damaged after they were made.
     unreadable = () if (folder / _STAMP).exists() else tuple(trace.unreadable)

@@ -53,10 +53,12 @@ def write_report(
     *,
     first_step: int | None = None,
     last_step: int | None = None,
+    start: int | None = None,
 ) -> ReportFiles:
-    """Diagnose ``run`` and write ``report.html``, ``report.md`` and ``report.json`` into ``output``
-    (``RUN/scan/report`` by default). Raises ``ScanError`` when there is no trace to read, ``OSError``."""
-    data = gather(run, first_step=first_step, last_step=last_step)
+    """Diagnose a start of ``run`` (``start`` as ``open_trace``) and write ``report.html``, ``report.md`` and
+    ``report.json`` into ``output`` (``RUN/scan/report`` by default). Raises ``ScanError`` when there is no
+    trace to read, ``OSError``."""
+    data = gather(run, first_step=first_step, last_step=last_step, start=start)
     folder = output.resolve() if output else open_folder(run)
     make_private_folder(folder)
     files = ReportFiles(
@@ -75,10 +77,16 @@ def open_folder(run: Path | str) -> Path:
     return existing_run(run).root / "report"
 
 
-def gather(run: Path | str, *, first_step: int | None = None, last_step: int | None = None) -> ReportData:
+def gather(
+    run: Path | str,
+    *,
+    first_step: int | None = None,
+    last_step: int | None = None,
+    start: int | None = None,
+) -> ReportData:
     """Everything the report shows, of the steps named. Raises ``ScanError``."""
-    diagnosis = diagnose(Path(run), first_step=first_step, last_step=last_step)
-    trace = open_trace(run)
+    trace = open_trace(run, start=start)
+    diagnosis = diagnose(trace, first_step=first_step, last_step=last_step)
     findings, weak = claims_and_signals(diagnosis.findings)
     survey = _Ranks(trace, first_step, last_step)
     if not survey.times.steps and not findings:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 import shutil
@@ -28,6 +29,7 @@ from mt_megatron.scan.report.gather import ReportFiles, write_report
 from mt_megatron.scan.report.html import page
 from mt_megatron.scan.report.markdown import markdown
 from tests.scan.handmade import HandmadeRun, write_handmade
+from tests.scan.recordings import record, step
 
 _VOID = {"meta", "rect", "path", "circle", "polyline", "br"}
 
@@ -196,6 +198,28 @@ def test_a_torn_file_is_said(tmp_path: Path) -> None:
     assert any(
         "rank-00002" in note and "no whole block" in note for note in write_report(tmp_path).data.notes
     )
+
+
+def test_the_newest_start_with_steps_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A finished run that is started again only evaluates: that start has no step."""
+
+    for numbers in ((1, 2, 3), (4, 5, 6, 7), ()):
+        record(tmp_path, lambda recorder, numbers=numbers: [step(each) for each in numbers])
+    commands = (["report"], ["trace"], ["sql", "select min(step), max(step) from steps"])
+    for name, *more in commands:
+        for start, shown in (([], "4 7"), (["--start", "1"], "1 3"), (["--start", "2"], "4 7")):
+            assert main(["scan", name, str(tmp_path), *more, *start]) == 0
+            said = capsys.readouterr().out
+            if name == "sql":
+                assert said.split()[-2:] == shown.split(), (start, said)
+            elif name == "report":
+                assert f"steps {shown.replace(' ', '-')}" in said, (start, said)
+            else:
+                text = gzip.decompress((tmp_path / "scan" / "trace.json.gz").read_bytes()).decode()
+                assert ('"step":7' in text) == (shown == "4 7") and ('"step":2' in text) == (shown == "1 3")
+        assert main(["scan", name, str(tmp_path), *more, "--start", "4"]) == 1
+        assert "found no start 4" in capsys.readouterr().err
+    assert "start 2 recorded; later starts recorded no whole step" in " ".join(open_trace(tmp_path).notes)
 
 
 def test_no_trace_and_no_steps_are_clear_errors(tmp_path: Path) -> None:
