@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 import threading
@@ -159,13 +160,7 @@ def run(args: argparse.Namespace) -> int:
         else ""
     )
     if args.json:
-        result = {
-            "folder": str(outcome.folder),
-            "tensors": outcome.tensors,
-            "bytes": outcome.bytes,
-            "seconds": outcome.seconds,
-        }
-        print(json.dumps(result, indent=2))
+        print(json.dumps({**dataclasses.asdict(outcome), "folder": str(outcome.folder)}, indent=2))
     else:
         print(f"{outcome.folder}: {outcome.tensors:,} tensors, {outcome.bytes / 1e6:,.0f} MB{took}")
     return 0

@@ -108,14 +108,21 @@ def run(args: argparse.Namespace) -> int:
 
 
 def check_published_tokenizer(folder: Path, option: str) -> None:
-    """Raise ``CheckpointError`` where ``folder``, which ``option`` names, is of a published model and
-    ``convert`` or ``--init-from-hf`` would not take it. Anything else passes."""
+    """Raise ``CheckpointError`` where ``folder``, which ``option`` names, is of a published model that
+    ``convert`` and ``--init-from-hf`` refuse; it may be without weights. Anything else passes."""
     if not (folder / CONFIG).is_file():
         return
+    from mt_megatron.convert.hf.weights import INDEX
     from mt_megatron.convert.inputs import open_published
 
     try:
-        open_published(folder, prediction=True)
+        open_published(
+            folder,
+            prediction=True,
+            weights=any(
+                each.suffix in (".bin", ".safetensors") or each.name == INDEX for each in folder.iterdir()
+            ),
+        )
     except CheckpointError as error:
         raise CheckpointError(
             f"the model of {option} {folder} cannot be trained here: {error}\nFor its tokenizer alone give "

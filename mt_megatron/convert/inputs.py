@@ -68,17 +68,26 @@ class Input:
 
 
 def open_published(
-    path: Path, *, prediction: bool, fp8_as: torch.dtype = torch.bfloat16, copies: bool = True
+    path: Path,
+    *,
+    prediction: bool,
+    fp8_as: torch.dtype = torch.bfloat16,
+    copies: bool = True,
+    weights: bool = True,
 ) -> Input:
     """A folder in Hugging Face's form, of which ``config.json``, the index, the files' headers, the tokenizer
     and the generation settings are compared with each other, and with ``copies`` the tensors that repeat
     others. Nothing else of the weights is read. Without ``prediction`` layers of multi-token prediction are
-    left out, whether ``config.json`` or the files have them.
+    left out, whether ``config.json`` or the files have them. Without ``weights`` there need be none.
 
     Raises ``CheckpointError`` where sources of one fact disagree, naming both.
     """
     check_published(path)
     options = options_of(read_json(path / CONFIG), prediction=prediction)
+    files = side_files(path)
+    notes = check_tokens(files, options["vocab_size"])
+    if not weights:
+        return Input(path=path, options=options, side_files=files, notes=tuple(notes))
     if (path / _ADAPTER).exists():
         raise CheckpointError(
             f"{path} has {_ADAPTER}: transformers adds that adapter to the weights. Merge it into them, or "
@@ -95,8 +104,6 @@ def open_published(
     source.check(model.config.model, ignored)
     if copies:
         source.check_copies()
-    files = side_files(path)
-    notes = check_tokens(files, model.sizes.vocab_size)
     if ignored:
         notes.append(
             f"{len(ignored)} tensors are left out: rotary frequencies, which follow from config.json, and "
@@ -108,16 +115,14 @@ def open_published(
 def _require_prediction(path: Path, source: PublishedSource, found: set[str]) -> None:
     """Raise ``CheckpointError`` where config.json and the tensors ``found`` disagree about layers of
     multi-token prediction."""
-    rows = [row for name, row in source.rows.items() if name.startswith("mtp.")]
-    needed = {name for row in rows for name in row.sources}
+    needed = {each for name, row in source.rows.items() if name.startswith("mtp.") for each in row.sources}
     missing, unknown = sorted(needed - set(source.folder.tensors)), sorted(found if not needed else ())
     if missing or unknown:
-        what = "lacks" if missing else "has"
         raise CheckpointError(
-            f"{path} {what} {len(missing or unknown)} tensors of multi-token prediction, such as "
-            f"{', '.join((missing or unknown)[:5])}, and num_nextn_predict_layers in config.json is "
-            f"{source.folder.config.get('num_nextn_predict_layers', 0)}. Give a complete copy, or leave "
-            "those layers out: --no-mtp (convert) or --mtp-num-layers none (pretrain, plan)"
+            f"{path} {'lacks' if missing else 'has'} {len(missing or unknown)} tensors of multi-token "
+            f"prediction, such as {', '.join((missing or unknown)[:5])}, and num_nextn_predict_layers in "
+            f"config.json is {source.folder.config.get('num_nextn_predict_layers', 0)}. Give a complete "
+            "copy, or leave those layers out: --no-mtp (convert) or --mtp-num-layers none (pretrain, plan)"
         )
 
 

@@ -78,12 +78,11 @@ def side_files_of(request: Request, given: Input) -> dict[str, bytes]:
     """What a published folder has beside weights, by name: the source's files, then those asked for. Raises
     ``CheckpointError`` where these are of another tokenizer."""
     asked = {} if request.side_files is None else hf_files.side_files(request.side_files)
-    kept = dict(given.side_files)
-    if hf_files.has_tokenizer(asked):
-        hf_files.check_same_tokens(kept, asked)
-        # Files of two tokenizers would contradict each other.
-        kept = {name: each for name, each in kept.items() if name not in TOKENIZER_FILES}
-    return {**kept, **asked}
+    if not hf_files.has_tokenizer(asked):
+        return {**given.side_files, **asked}
+    hf_files.check_same_tokens(given.side_files, asked)
+    # Files of two tokenizers would contradict each other.
+    return {**{name: each for name, each in given.side_files.items() if name not in TOKENIZER_FILES}, **asked}
 
 
 def _published_shapes(name: str, model: Model) -> tuple[tuple[int, ...], ...]:

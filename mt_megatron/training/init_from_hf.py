@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from mt_megatron.config.model_change import changes_from, notes, refused
 from mt_megatron.config.parse import load_config
 from mt_megatron.config.schema import TrainingConfig
-from mt_megatron.errors import CheckpointError, ConfigError
+from mt_megatron.errors import CheckpointError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,21 +32,14 @@ def load_run(argv: Sequence[str]) -> TrainingConfig:
     """``load_config``; where ``argv`` has ``--init-from-hf`` and names no model, with the model of that
     folder's ``config.json`` below what is typed.
 
-    Raises ``ConfigError``, and ``CheckpointError`` for a ``config.json`` that cannot be a model here.
+    Raises ``ConfigError``, and ``CheckpointError`` for a ``config.json`` that is absent or no model here.
     """
     config = load_config(argv)
     model, folder = config.model, config.checkpoint.init_from_hf
     named = model.num_layers and model.hidden_size and model.num_attention_heads
     if folder is None or model.preset is not None or named:
         return config
-    from mt_megatron.convert.folders import check_published as check_folder
-    from mt_megatron.convert.hf.config import options_of
-
-    try:
-        check_folder(Path(folder))
-    except CheckpointError as error:
-        raise ConfigError(f"--init-from-hf: {error}. Or name the model with --model or --config") from error
-    return load_config(argv, published=options_of(_config_json(Path(folder))))
+    return load_config(argv, published=_options(Path(folder)))
 
 
 def check_published(config: TrainingConfig) -> list[str]:
@@ -64,11 +57,10 @@ def check_published(config: TrainingConfig) -> list[str]:
 
 def _compared(config: TrainingConfig, folder: Path, *, copies: bool) -> tuple[Input, list[Change]]:
     """The opened folder, and where ``config`` differs from its model. Raises ``CheckpointError``."""
-    from mt_megatron.convert.hf.config import options_of
     from mt_megatron.convert.inputs import open_published
 
     # A run without prediction layers leaves those out that config.json names.
-    named = options_of(_config_json(folder)).get("mtp_num_layers")
+    named = _options(folder).get("mtp_num_layers")
     given = open_published(folder, prediction=bool(config.model.mtp_num_layers) or not named, copies=copies)
     # The tokenizer's vocabulary takes the place of one that is not set, and is compared later.
     ignored = () if config.model.vocab_size is not None else ("vocab_size",)
@@ -84,10 +76,13 @@ def _compared(config: TrainingConfig, folder: Path, *, copies: bool) -> tuple[In
     return given, found
 
 
-def _config_json(folder: Path) -> dict[str, Any]:
-    from mt_megatron.convert.folders import CONFIG, read_json
+def _options(folder: Path) -> dict[str, Any]:
+    """The model options of a published folder. Raises ``CheckpointError``."""
+    from mt_megatron.convert.folders import CONFIG, check_published, read_json
+    from mt_megatron.convert.hf.config import options_of
 
-    return read_json(folder / CONFIG)
+    check_published(folder)
+    return options_of(read_json(folder / CONFIG))
 
 
 def init_from_hf(config: TrainingConfig, trainable: Trainable) -> str:

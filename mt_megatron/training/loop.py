@@ -25,6 +25,7 @@ from mt_megatron.data.loader.datasets import (
 )
 from mt_megatron.data.loader.sample_need import require_samples
 from mt_megatron.data.loader.tokenizer import load_tokenizer
+from mt_megatron.data.prepare.sidecar import recorded_ends
 from mt_megatron.errors import CheckpointError, DataError
 from mt_megatron.models.families import family_of
 from mt_megatron.planning.build import model_shape
@@ -143,7 +144,11 @@ class _Run:
             "patches": json.loads(mt_megatron.report().to_json()),
             "data_order": order_fingerprint(self.datasets.train),
             "origin": origin(config, tokenizer),
-            "tokenizer": {"eod": tokenizer.eod, "eod_token": getattr(tokenizer, "eod_token", None)},
+            "tokenizer": {
+                "eod": tokenizer.eod,
+                "eod_token": getattr(tokenizer, "eod_token", None),
+                "data_ends": recorded_ends(config),
+            },
         }
         self.store = CheckpointStore(
             config.checkpoint,

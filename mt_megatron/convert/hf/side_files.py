@@ -34,9 +34,12 @@ class End:
     token: str | None = None
     """Its text; None where the tokenizer has no text for it."""
 
+    in_data: tuple[int, ...] = ()
+    """Tokens that ended documents in the training data, where records beside these say so."""
+
     def to_dict(self) -> dict[str, Any]:
         """For a checkpoint's manifest."""
-        return {"eod": self.id, "eod_token": self.token}
+        return {"eod": self.id, "eod_token": self.token, "data_ends": list(self.in_data)}
 
 
 def end_of_run(document: Mapping[str, Any]) -> End | None:
@@ -48,7 +51,11 @@ def end_of_run(document: Mapping[str, Any]) -> End | None:
         return None
     recorded = document.get("tokenizer")
     if isinstance(recorded, Mapping) and isinstance(recorded.get("eod"), int):
-        return End(id=recorded["eod"], token=recorded.get("eod_token"))
+        return End(
+            id=recorded["eod"],
+            token=recorded.get("eod_token"),
+            in_data=tuple(recorded.get("data_ends", ())),
+        )
     if not data.get("tokenizer_type"):
         return None
     try:
@@ -83,14 +90,15 @@ def with_end(files: Mapping[str, bytes], end: End | None, say: Callable[[str], N
     named = _named("eos_token", found, {})
     for name in [each for each in (CONFIG, GENERATION) if each in found]:
         there = named.get(name, [])
-        if end.id in there:
+        missing = [each for each in dict.fromkeys((end.id, *end.in_data)) if each not in there]
+        if not missing:
             continue
-        ends = [*there, end.id] if there else end.id
+        ends = [*there, *missing] if there or missing[1:] else end.id
         found[name] = _json({**_object(name, found[name]), "eos_token_id": ends})
         if there:
             say(
-                f"{name}, of --hf-files or carried along, has eos_token_id {there} without {end.id}, with "
-                "which the run ended documents; the result has both"
+                f"{name}, of --hf-files or carried along, has eos_token_id {there} without "
+                f"{', '.join(map(str, missing))}, with which the run ended documents; the result has all"
             )
     return found
 
@@ -102,8 +110,7 @@ def check_tokens(files: Mapping[str, bytes], vocab_size: int) -> list[str]:
     where its files, the generation settings and ``config.json`` disagree about the token that ends a text.
     """
     ids = _token_ids(files)
-    largest = max(ids.values(), default=-1)
-    if largest >= vocab_size:
+    if (largest := max(ids.values(), default=-1)) >= vocab_size:
         raise CheckpointError(
             f"tokenizer.json has ids up to {largest}, and config.json has vocab_size = {vocab_size}; "
             "expected a row of the embedding for each id. Give the tokenizer of these weights"
@@ -237,10 +244,11 @@ def tokenizer_files(path: Path) -> dict[str, bytes]:
     if path.is_dir():
         return {name: each for name, each in side_files(path).items() if name in TOKENIZER_FILES}
     if path.suffix == ".json":
-        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
         return {
             "tokenizer.json": path.read_bytes(),
-            _TOKENIZER_CONFIG: _json(settings),
+            _TOKENIZER_CONFIG: _json(
+                {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+            ),
         }
     return {"tokenizer.model": path.read_bytes()} if path.suffix == ".model" else {}
 

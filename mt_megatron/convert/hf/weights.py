@@ -55,16 +55,17 @@ class PublishedFolder:
                 f"{folder} has FP8 weights without {SUFFIX}: {listed(sorted(bare))}. Only block-scaled FP8 "
                 "is understood; give a folder in bfloat16"
             )
+        eight = any(stored.dtype == _FP8 for _, stored in self._places.values())
+        if eight != bool(self.config.get("quantization_config")):
+            raise CheckpointError(
+                f"{folder} has {'FP8 weights' if eight else 'no FP8 weights'}, and {CONFIG} has "
+                f"{'no' if eight else 'a'} quantization_config; expected both or neither. Correct {CONFIG}"
+            )
         self.tensors: Mapping[str, TensorInfo] = {
             name: TensorInfo(dtype=fp8_as if stored.dtype == _FP8 else stored.dtype, shape=stored.shape)
             for name, (_, stored) in self._places.items()
             if name not in scales
         }
-
-    @property
-    def files(self) -> list[Path]:
-        """The safetensors files, sorted."""
-        return sorted({path for path, _ in self._places.values()})
 
     def read(self, name: str) -> Tensor:
         """The tensor ``name``: a view of its file, or what it is multiplied with its scales."""

@@ -153,6 +153,17 @@ def _other_end(prefix: str, made: _Made, tokenizer: TokenizerLike, config: Train
     )
 
 
+def recorded_ends(config: TrainingConfig) -> list[int]:
+    """The ids that end documents of the training data, as the files beside these say, sorted. Raises
+    ``DataError``."""
+    made = [
+        each
+        for prefix in (*config.data.train_data_path, *config.data.data_path)
+        if (each := _made_with(prefix)) is not None and each.has_ends
+    ]
+    return sorted({each.eod for each in made if each.eod is not None})
+
+
 def looking_for_ends(config: TrainingConfig) -> list[str]:
     """Options of ``config`` that look for ends of documents in the tokens; packed sequences are a way of the
     first."""

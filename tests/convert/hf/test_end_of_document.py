@@ -164,3 +164,13 @@ def test_data_of_a_chat_folders_tokenizer_alone(tokenizer: Tokenizer, tmp_path: 
     assert json.loads((tmp_path / "out" / "generation_config.json").read_text())["eos_token_id"] == [7, 0]
     assert json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())["eos_token"] == token
     assert generated(tmp_path / "out") == 1
+
+
+def test_ends_of_the_data_are_named(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """Data of the file alone, a run with its folder: documents ended with another token than the run's."""
+    said = {"tokenizer": {"eod": 7, "eod_token": None, "data_ends": [tokenizer.eod]}}
+    converted(run_of(tmp_path, tokenizer, said), tmp_path / "again", "torch_dist")
+    converted(tmp_path / "again", tmp_path / "out", "huggingface")
+    for name in ("config.json", "generation_config.json"):
+        assert json.loads((tmp_path / "out" / name).read_text())["eos_token_id"] == [7, tokenizer.eod]
+    assert generated(tmp_path / "out") == 1

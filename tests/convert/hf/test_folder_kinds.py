@@ -19,11 +19,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from mt_megatron.checkpoint.files import read_manifest, resolve_checkpoint
 from mt_megatron.cli.main import main
+from mt_megatron.config.parse import load_config
 from mt_megatron.convert.hf.weights import INDEX, SINGLE
 from mt_megatron.convert.inputs import open_published
-from mt_megatron.data.loader.tokenizer import END_OF_DOCUMENT, train_tokenizer
-from mt_megatron.errors import CheckpointError, ConfigError, MtMegatronError
+from mt_megatron.data.loader.tokenizer import END_OF_DOCUMENT, Tokenizer, train_tokenizer
+from mt_megatron.data.prepare.sidecar import recorded_ends
+from mt_megatron.errors import CheckpointError, MtMegatronError
 from mt_megatron.training.init_from_hf import check_published, load_run
 from tests.convert import published
 from tests.convert.recorded_run import converted
@@ -270,6 +273,11 @@ KINDS: dict[str, Kind] = {
     "dtypes of one product": Kind(
         change=tensors(lambda found: found.update({_QUERY: found[_QUERY].float()})), said="dtypes differ"
     ),
+    "FP8 unsaid": Kind(change=both(as_e8m0, entry(quantization_config=...)), said="no quantization_config"),
+    "FP8 said, bfloat16 there": Kind(
+        change=entry(quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]}),
+        said="no FP8 weights",
+    ),
     "quantised otherwise": Kind(
         change=entry(quantization_config={"quant_method": "gptq", "bits": 4}), said="'gptq'"
     ),
@@ -357,6 +365,17 @@ def test_a_model_without_prediction_layers_is_taken_when_asked(sources: Path, tm
     assert main(["plan", "--init-from-hf", folder, "--mtp-num-layers", "none"]) == 0
 
 
+def test_a_tokenizers_folder_needs_no_weights(sources: Path, tmp_path: Path) -> None:
+    """Of a model that is known, whose files agree."""
+    shutil.copytree(sources / "llama", tmp_path / "folder")
+    (tmp_path / "folder" / SINGLE).unlink()
+    found = outcomes(tmp_path / "folder", sources / "text", tmp_path)
+    assert found["prepare"] == "" and "has no safetensors files" in found["plan"]
+    entry(eos_token_id=5)(tmp_path / "folder")
+    found = outcomes(tmp_path / "folder", sources / "text", tmp_path)
+    assert "the files disagree" in found["prepare"] and f"give --tokenizer {tmp_path}" in found["prepare"]
+
+
 def test_the_model_is_the_folders_where_none_is_named(sources: Path) -> None:
     folder = sources / "qwen2"
     run = load_run(["--init-from-hf", str(folder), "--attention-dropout", "0.1"])
@@ -368,7 +387,7 @@ def test_the_model_is_the_folders_where_none_is_named(sources: Path) -> None:
         check_published(other)
     named = load_run(["--init-from-hf", str(folder), "--model", "llama3_8b"])
     assert named.model.hidden_size == 4096
-    with pytest.raises(ConfigError, match="is no folder here"):
+    with pytest.raises(CheckpointError, match="is no folder here"):
         load_run(["--init-from-hf", str(folder / "nowhere")])
 
 
@@ -385,6 +404,20 @@ def test_a_pretrained_model_trains_without_a_preset(sources: Path, tmp_path: Pat
         timeout=120,
     )
     assert done.returncode == 0 and "starting from the published weights" in done.stdout + done.stderr
+    said = read_manifest(resolve_checkpoint(tmp_path / "run"))["tokenizer"]
+    assert said == {"eod": END, "eod_token": END_OF_DOCUMENT, "data_ends": [END]}
+
+
+def test_a_chat_folder_and_data_of_its_tokenizer_alone(sources: Path, tmp_path: Path) -> None:
+    """The trained model stops at the end of a document, and at the end of a turn."""
+    shutil.copytree(sources / "llama", tmp_path / "folder")
+    chat(tmp_path / "folder")
+    file = tmp_path / "folder" / "tokenizer.json"
+    data = ["prepare", "--tokenizer", str(file), "--corpus", str(sources / "text")]
+    assert main([*data, "--output", str(tmp_path / "data")]) == 0
+    options = ["--train-data-path", str(tmp_path / "data" / "train"), "--tokenizer-model"]
+    assert recorded_ends(load_config([*options, str(tmp_path / "folder")])) == [END]
+    assert Tokenizer(tmp_path / "folder").eod == TURN
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "deepseek_v3"])
