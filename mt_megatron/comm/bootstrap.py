@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 from mt_megatron.comm.errors import TransferTimeout
+from mt_megatron.host.machine import machine
 
 PREFIX = "mt_megatron/p2p"
 
@@ -107,7 +108,7 @@ def own_place(rank: int) -> Place:
         rank=rank,
         host=socket.gethostname(),
         pid=os.getpid(),
-        boot=_first_line("/proc/sys/kernel/random/boot_id"),
+        boot=machine(),
         network=_link("/proc/self/ns/net"),
         user=os.getuid(),
         processes=_link("/proc/self/ns/pid"),
@@ -134,14 +135,6 @@ def has_ended(place: Place) -> bool:
         return bool(poll.poll(0))
     finally:
         os.close(process)
-
-
-def _first_line(path: str) -> str:
-    try:
-        with open(path, encoding="ascii") as file:
-            return file.readline().strip()
-    except OSError:
-        return ""
 
 
 def _link(path: str) -> str:

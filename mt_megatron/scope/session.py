@@ -10,6 +10,7 @@ import importlib.util
 import logging
 import os
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from mt_megatron.backends.base import Backend
 from mt_megatron.errors import MtMegatronError, ScopeError
+from mt_megatron.host.machine import place_of
 from mt_megatron.parallel.rank_layout import RankLayout
 from mt_megatron.scan.clock.machine import boot_id
 from mt_megatron.scope.format.frames import VERSION
@@ -35,6 +36,7 @@ from mt_megatron.scope.interfaces import (
     Sidecar,
     StepFigures,
 )
+from mt_megatron.scope.lab.agreement import gathered
 from mt_megatron.scope.recording.files import scope_files
 from mt_megatron.scope.recording.lock import hold
 from mt_megatron.scope.sidecar.process import sidecar_process
@@ -133,14 +135,14 @@ class Session:
             about = {**self._about(), "refusal": self._take_folder(), "problem": None}
         except Exception as error:  # noqa: BLE001 - whatever it is, training goes on, on all ranks alike
             about = {"problem": f"rank {self._rank}: {_reason(error)}"}
-        everyone = _gather(about)
+        everyone = gathered(about)
         problem = next((each["problem"] for each in everyone if each["problem"]), None)
         if problem is None:
             try:
                 self._begin(everyone)
             except Exception as error:  # noqa: BLE001 - the same
                 problem = f"rank {self._rank}: {_reason(error)}"
-        sockets = _gather((problem, None if self._sidecar is None else str(self._sidecar.socket)))
+        sockets = gathered((problem, None if self._sidecar is None else str(self._sidecar.socket)))
         problems = [each for each, _ in sockets if each is not None]
         if problems:
             self.close()
@@ -189,25 +191,22 @@ class Session:
         return {
             "host": socket.gethostname(),
             "boot": boot_id(),
+            "sockets": place_of(tempfile.gettempdir()),
             "session": f"{time.time_ns():x}",
             "paths": [path for path, _ in named if path],
         }
 
     def _leader(self, everyone: Sequence[Mapping[str, Any]]) -> int:
         """The first rank of this one's node."""
-        own = everyone[self._rank]
-        return next(
-            rank
-            for rank, each in enumerate(everyone)
-            if (each["boot"], each["host"]) == (own["boot"], own["host"])
-        )
+        nodes = [_node_of(each) for each in everyone]
+        return nodes.index(nodes[self._rank])
 
     def _begin(self, everyone: Sequence[Mapping[str, Any]]) -> None:
         # A sidecar writes to the folder as soon as it starts: on no node may it, where another run holds it.
         if everyone[0]["refusal"] is not None:
             raise ScopeError(everyone[0]["refusal"])
-        nodes = list(dict.fromkeys((each["boot"], each["host"]) for each in everyone))
-        own = (everyone[self._rank]["boot"], everyone[self._rank]["host"])
+        nodes = list(dict.fromkeys(_node_of(each) for each in everyone))
+        own = _node_of(everyone[self._rank])
         self._paths = list(dict.fromkeys(path for each in everyone for path in each["paths"]))
         layout, at, facts = self._layout, self._layout.coordinates(self._rank), self._facts
         from megatron.core.utils import get_model_config
@@ -244,14 +243,14 @@ class Session:
                 **{name: getattr(layout, name) for name in ("tp", "pp", "dp", "cp", "ep")},
                 "vpp": layout.vpp or 1,
             },
-            "host": own[1],
+            "host": everyone[self._rank]["host"],
             "pid": os.getpid(),
             "session": everyone[0]["session"],
             "model": dict(facts.model),
             "modules": module_rows(self._chunks),
         }
         if self._leader(everyone) == self._rank:
-            ranks = sum((each["boot"], each["host"]) == own for each in everyone)
+            ranks = sum(_node_of(each) == own for each in everyone)
             self._start_sidecar(nodes.index(own), ranks)
 
     def _start_sidecar(self, node: int, ranks: int) -> None:
@@ -575,9 +574,15 @@ class Session:
 
     def _recording_ended(self, reason: str) -> None:
         """In the sender's thread."""
-        # Of each node one rank says it, where the sidecar has not.
-        sidecar = self._sidecar
-        if sidecar is not None and not sidecar.has_told(_TOLD_SECONDS):
+        # Of an end of the sidecar one rank of the node says it, where the sidecar has not; that a rank does
+        # not reach it no other one knows.
+        sidecar, outbox = self._sidecar, self._outbox
+        if sidecar is None and (outbox is None or not outbox.connected):
+            self._say_here(
+                f"nothing is recorded of rank {self._rank}: {reason}, or this rank does not see its socket; "
+                "training goes on"
+            )
+        elif sidecar is not None and not sidecar.has_told(_TOLD_SECONDS):
             self._say_here(f"the recording ended: {reason}; training goes on")
 
     def _say_here(self, text: str) -> None:
@@ -585,14 +590,10 @@ class Session:
         say(f"scope: {text}")
 
 
+def _node_of(about: Mapping[str, Any]) -> tuple[str, str]:
+    """Ranks with equal ones share a sidecar: they reach its socket."""
+    return about["boot"], about["sockets"]
+
+
 def _reason(error: Exception) -> str:
     return str(error) if isinstance(error, MtMegatronError) else f"{type(error).__name__}: {error}"
-
-
-def _gather(own: Any) -> list[Any]:
-    """``own`` of every rank."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return [own]
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, own)
-    return found

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import errno
 import importlib.util
+import logging
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -60,6 +62,14 @@ def watched_runs(folder: str) -> dict[str, Any]:
     sys.modules.pop("mt_megatron.scope.session")
     found["not_made"] = _beside(f"{folder}/not_made", _not_made)
     found["not_ended"] = _beside(f"{folder}/not_ended", _NotEnded)
+    own = Path(folder) / f"tmp{dist.get_rank()}"
+    own.mkdir()
+    with patch.object(tempfile, "tempdir", str(own)):
+        # As in two containers of one machine, whose host name they share.
+        found["containers"] = _run(f"--scope-dir {folder}/containers --scope record --train-iters 2")
+    with _unreached() as warnings:
+        found["unreached"] = _run(f"--scope-dir {folder}/unreached --scope record --train-iters 2")
+    found["unreached"]["warnings"] = [warning.getMessage() for warning in warnings]
     lab = Path(folder) / "lab.yaml"
     if dist.get_rank() == 0:
         noise = (
@@ -109,6 +119,26 @@ def _beside(run: str, sidecar: Callable[..., Any]) -> dict[str, Any]:
         with FileLock(Path(run) / "scope" / "run.lock") as lock:
             found["free"] = lock.state == "held"
     return found
+
+
+@contextmanager
+def _unreached() -> Iterator[list[logging.LogRecord]]:
+    """Rank 1 does not see the folder of its node's sidecar; what is logged meanwhile."""
+    from mt_megatron.scope import session
+
+    def elsewhere(path: str, *given: Any, **options: Any) -> Any:
+        return sender(path if dist.get_rank() == 0 else "/nowhere/s", *given, **options)
+
+    sender = session.Sender
+    warnings: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = warnings.append  # type: ignore[method-assign]
+    session.logger.addHandler(handler)
+    try:
+        with patch.object(session, "Sender", elsewhere):
+            yield warnings
+    finally:
+        session.logger.removeHandler(handler)
 
 
 def _not_made(*given: Any, **options: Any) -> Any:

@@ -12,6 +12,7 @@ import pytest
 
 from mt_megatron.checkpoint.progress import Progress
 from mt_megatron.config.parse import load_config
+from mt_megatron.scope.recording.files import scope_files
 from mt_megatron.scope.recording.reader import open_recording
 from mt_megatron.scope.recording.sql import query
 from mt_megatron.scope.report.compare import compare
@@ -157,6 +158,30 @@ def test_a_sidecar_that_raises_an_error_leaves_the_folder_free(found: list[dict[
     assert found[0]["not_made"]["free"] and found[0]["not_ended"]["free"]
     (line,) = found[0]["not_made"]["lines"]
     assert "rank 0: OSError: [Errno 28] No space left on device" in line and "training goes on" in line
+
+
+def test_ranks_with_folders_of_their_own_have_sidecars_of_their_own(
+    found: list[dict[str, Any]], folder: Path
+) -> None:
+    """Two containers of one machine: one host name, each its own /tmp."""
+    with open_recording(folder / "containers") as recording:
+        assert [node.node for node in recording.nodes()] == [0, 1] and recording.alerts() == ()
+        assert [[each.rank for each in recording.rank_steps(step)] for step in (1, 2)] == [[0, 1], [0, 1]]
+    assert all(not each["containers"]["lines"] for each in found)
+
+
+def test_a_rank_that_does_not_reach_its_sidecar_is_said_and_an_alert(
+    found: list[dict[str, Any]], folder: Path
+) -> None:
+    assert all(each["unreached"]["finished"] for each in found)
+    (line,) = (line for line in found[1]["unreached"]["warnings"] if "scope:" in line)
+    assert "nothing is recorded of rank 1" in line and "does not see its socket" in line
+    with open_recording(folder / "unreached") as recording:
+        (alert,) = recording.alerts()
+    assert (
+        (alert.kind, alert.value) == ("missing ranks", 1.0) and alert.step in (1, 2) and ": 1." in alert.text
+    )
+    assert len(scope_files(folder / "unreached").alerts.read_text().splitlines()) == 1
 
 
 def test_missing_packages_are_one_line(found: list[dict[str, Any]], folder: Path) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import socket
-from pathlib import Path
+
+from mt_megatron.host.machine import machine
 
 LOOPBACK = "127.0.0.1"
 
@@ -12,15 +12,7 @@ LOOPBACK = "127.0.0.1"
 def boot_id() -> str:
     """Text that is equal in processes that share ``CLOCK_MONOTONIC``: one boot of one machine and, in
     containers, one time namespace. Falls back on the host's name where Linux does not say."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except OSError:
-        return socket.gethostname()
-    try:
-        namespace = os.readlink("/proc/self/ns/time")
-    except OSError:
-        return boot
-    return f"{boot} {namespace}"
+    return machine("time")
 
 
 def address_towards(host: str) -> str | None:

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from mt_megatron.host.machine import machine
+
 from .names import Names
 from .permissions import make_private_folder
 from .records import SPAN
@@ -119,7 +121,7 @@ def process_facts() -> dict[str, Any]:
     return {
         "host": socket.gethostname(),
         "pid": os.getpid(),
-        "boot_id": _boot_id(),
+        "boot_id": machine("time"),
         "clock": time.get_clock_info("perf_counter").implementation,
         "python": platform.python_version(),
     }
@@ -134,13 +136,6 @@ def time_pair() -> dict[str, int]:
         pairs.append((after - before, (before + after) // 2, unix))
     width, monotonic, unix = min(pairs)
     return {"monotonic_ns": monotonic, "unix_ns": unix, "within_ns": width}
-
-
-def _boot_id() -> str | None:
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return None
 
 
 def _session_after(earlier: list[Path]) -> int:

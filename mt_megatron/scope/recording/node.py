@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sqlite3
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -214,3 +214,13 @@ def loaded(text: str | None) -> dict[str, Any]:
     except ValueError:
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def sessions_before(
+    execute: Callable[[str], Iterable[tuple[Any, ...]]],
+) -> dict[tuple[str, int], tuple[int, int]]:
+    """Sessions of a file by name and attempt: the last step of each and its last one with statistics (-1:
+    none)."""
+    last = "ifnull((SELECT max(step) FROM {} WHERE session = session.id), -1)"
+    statement = f"SELECT name, attempt, {last.format('step')}, {last.format('sampled')} FROM session"
+    return {(name, attempt): (step, sample) for name, attempt, step, sample in execute(statement)}

@@ -106,3 +106,26 @@ class Transactions:
 def arrays_bytes(frame: Frame) -> int:
     """Of the frame's arrays."""
     return sum(each.nbytes for each in frame.values() if isinstance(each, np.ndarray))
+
+
+def portions_of(frames: Iterable[tuple[int, Frame]], most_bytes: int) -> list[list[tuple[int, Frame]]]:
+    """``frames``, with their ranks, as transactions that the log has room for: arrays of ``most_bytes`` but
+    for a frame that is larger. Statistics of a step change a page of each series, so that those of a later
+    step come into the next one. At least one portion."""
+    portions: list[list[tuple[int, Frame]]] = [[]]
+    size, sampled = 0, set[int]()
+    for rank, frame in frames:
+        is_sample = frame.get("k") == "stats"
+        size += arrays_bytes(frame)
+        if portions[-1] and (size > most_bytes or (is_sample and rank in sampled)):
+            portions.append([])
+            size, sampled = arrays_bytes(frame), set()
+        portions[-1].append((rank, frame))
+        sampled |= {rank} if is_sample else set()
+    return portions
+
+
+def counted(counts: dict[int, tuple[int, int]], rank: int, frame: Frame) -> None:
+    """Add ``frame`` and the bytes of its arrays to the ``counts`` of its rank."""
+    frames, size = counts.get(rank, (0, 0))
+    counts[rank] = (frames + 1, size + arrays_bytes(frame))

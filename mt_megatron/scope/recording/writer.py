@@ -19,10 +19,11 @@ from mt_megatron.scope.format.statistics import combined
 from .checks import Frame, checked
 from .combining import DERIVED_OF, Combined, Parts, fits, number
 from .declared import Declared
+from .node import sessions_before
 from .retention import Retention
 from .schema import DECLARED_ONCE, SHORT, connect_writer, is_busy, is_full
 from .tensors import chunks, matrix_tiles
-from .transactions import MOST_HELD_BYTES, PAUSE_SECONDS, Transactions, arrays_bytes
+from .transactions import MOST_HELD_BYTES, PAUSE_SECONDS, Transactions, arrays_bytes, counted, portions_of
 
 TICK_SECONDS = 0.25
 """Between two transactions."""
@@ -61,16 +62,6 @@ class Alert:
     high: float
     text: str
     time_ns: int = 0
-
-
-def sessions_before(
-    execute: Callable[[str], Iterable[tuple[Any, ...]]],
-) -> dict[tuple[str, int], tuple[int, int]]:
-    """Sessions of a file by name and attempt: the last step of each and its last one with statistics (-1:
-    none)."""
-    last = "ifnull((SELECT max(step) FROM {} WHERE session = session.id), -1)"
-    statement = f"SELECT name, attempt, {last.format('step')}, {last.format('sampled')} FROM session"
-    return {(name, attempt): (step, sample) for name, attempt, step, sample in execute(statement)}
 
 
 class Writer:
@@ -153,27 +144,11 @@ class Writer:
         frames = [*self._transactions.taken(), *frames]
         if not (frames or len(self._parts) or self._transactions.statements):
             return  # a lock for nothing would hold readers up
-        portions = self._portions(frames)
+        portions = portions_of(frames, self._retention.log_bytes // 2)
         for index, portion in enumerate(portions, 1):
             if not self._tick(portion, final=final and index == len(portions)):
                 self._wait([frame for each in portions[index - 1 :] for frame in each])
                 return
-
-    def _portions(self, frames: list[tuple[int, Frame]]) -> list[list[tuple[int, Frame]]]:
-        """``frames`` as transactions that the log has room for: statistics of a step change a page of each
-        series, so that those of a later step come into the next one."""
-        portions: list[list[tuple[int, Frame]]] = [[]]
-        size, sampled = 0, set[int]()
-        for rank, frame in frames:
-            size += arrays_bytes(frame)
-            is_later = frame.get("k") == "stats" and rank in sampled
-            if portions[-1] and (is_later or size > self._retention.log_bytes // 2):
-                portions.append([])
-                size, sampled = arrays_bytes(frame), set()
-            portions[-1].append((rank, frame))
-            if frame.get("k") == "stats":
-                sampled.add(rank)
-        return portions
 
     def _tick(self, frames: list[tuple[int, Frame]], *, final: bool) -> bool:
         """One transaction; False: another connection is in its way. Whatever goes wrong ends the recording
@@ -262,7 +237,7 @@ class Writer:
             found = checked(frame)
             self._written(rank, found)
         except FrameError as error:
-            _count(self._refused, rank, frame)
+            counted(self._refused, rank, frame)
             self._tell_once(f"a frame of rank {rank} is left out: {error}")
 
     def _written(self, rank: int, frame: dict[str, Any]) -> None:
@@ -608,7 +583,7 @@ class Writer:
 
     def _lose(self, frames: Iterable[tuple[int, Frame]]) -> None:
         for rank, frame in frames:
-            _count(self._lost, rank, frame)
+            counted(self._lost, rank, frame)
 
     def _stop(self, error: Exception) -> None:
         self.stopped = "the disk is full" if is_full(error) else f"{type(error).__name__}: {error}"
@@ -623,8 +598,3 @@ class Writer:
         if text not in self._told and len(self._told) < 100:
             self._told.add(text)
             self._say(f"scope: {text}")
-
-
-def _count(counts: dict[int, tuple[int, int]], rank: int, frame: Frame) -> None:
-    frames, size = counts.get(rank, (0, 0))
-    counts[rank] = (frames + 1, size + arrays_bytes(frame))

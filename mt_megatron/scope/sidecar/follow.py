@@ -90,6 +90,12 @@ class Follower:
         self._tensors: dict[str, int] = {}
         self._token_steps: set[int] = set()
         self._drops: dict[tuple[str, int], int] = {}
+        self._absent: set[int] = set()
+        """Ranks without a recording of the step before."""
+
+        self._lacking: set[int] = set()
+        """Ranks of the start with an alert that nothing is recorded of them."""
+
         self._refusing: set[tuple[str, int]] = set()
         """Starts and ranks with an alert about frames that the checks refuse."""
 
@@ -196,11 +202,41 @@ class Follower:
         self._tensors.clear()
         self._token_steps.clear()
         self._drops.clear()
-        self._model.restart(same_start=self._session is not None and self._session.name == session.name)
+        same_start = self._session is not None and self._session.name == session.name
+        if not same_start:
+            self._lacking.clear()
+            self._absent.clear()
+        self._model.restart(same_start=same_start)
         self._model.modules(())
         self._listed = ()
 
     # Steps and statistics.
+
+    def _missing(self, recording: Recording, session: Session, step: int, *, final: bool) -> None:
+        """An alert about ranks without a recording of two steps in a row, or of the last one: once a start
+        and rank."""
+        reported = {each.rank for each in recording.rank_steps(step, session.number)}
+        if not self._waited("step", step):
+            reported |= set(session.ranks)  # a run may end within a step
+        absent = set(range(session.world_size)) - reported
+        missing = sorted((absent if final else absent & self._absent) - self._lacking)
+        self._absent = absent
+        if not missing:
+            return
+        self._lacking.update(missing)
+        named = ", ".join(map(str, missing[:8])) + (" ..." if len(missing) > 8 else "")
+        text = (
+            f"nothing is recorded of {len(missing)} of {session.world_size} ranks at step {step}: {named}. "
+            "Their logs say why"
+        )
+        self._alert("missing ranks", step, float(len(missing)), text, session)
+
+    def _alert(self, kind: str, step: int, value: float, text: str, session: Session) -> None:
+        """An alert about the recording itself."""
+        alert = Alert(
+            step=step, kind=kind, path="", statistic="", value=value, low=math.nan, high=math.nan, text=text
+        )
+        self._tell([alert], session)
 
     def _take_steps(self, recording: Recording, session: Session, *, final: bool) -> None:
         steps = recording.steps(first=self._step + 1, session=session.number)
@@ -211,6 +247,7 @@ class Follower:
             if not (whole or final or self._waited("step", step)):
                 self._lacks = len(recording.nodes()) > 1
                 return
+            self._missing(recording, session, step, final=final)
             self._step = step
             del self._seen["step", step]
             event = step_event(steps, index)
@@ -353,22 +390,7 @@ class Follower:
             f"{dropped.frames} frames of rank {dropped.rank} were refused: what they say is not recorded. "
             f"The sidecar's log, {self._files.root}/node-*.log, has the reason"
         )
-        count = float(dropped.frames)
-        self._tell(
-            [
-                Alert(
-                    step=dropped.step,
-                    kind="refused frames",
-                    path="",
-                    statistic="",
-                    value=count,
-                    low=0.0,
-                    high=1.0,
-                    text=text,
-                )
-            ],
-            session,
-        )
+        self._alert("refused frames", dropped.step, float(dropped.frames), text, session)
 
     def _tell(self, alerts: Sequence[Alert], session: Session) -> None:
         for each in alerts:

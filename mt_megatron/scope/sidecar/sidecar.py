@@ -17,9 +17,9 @@ from mt_megatron.errors import MtMegatronError, ScopeError
 from mt_megatron.scan.format.permissions import make_private_folder
 from mt_megatron.scan.monitor.child_process import is_alive
 from mt_megatron.scope.recording.files import ScopeFiles, read_requests, scope_files, this_host
-from mt_megatron.scope.recording.node import NodeFile
+from mt_megatron.scope.recording.node import NodeFile, sessions_before
 from mt_megatron.scope.recording.reader import open_recording
-from mt_megatron.scope.recording.writer import Writer, sessions_before
+from mt_megatron.scope.recording.writer import Writer
 
 from .follow import Follower
 from .hub import Hub, ServeOptions

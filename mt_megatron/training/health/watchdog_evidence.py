@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from mt_megatron.backends.distributed.flight_recorder import Waiting, waiting_collectives
+from mt_megatron.host.machine import machine
 
 _FRAMES = 8
 _DISTRIBUTED = f"{os.sep}torch{os.sep}distributed{os.sep}"
@@ -72,7 +73,7 @@ def sign_of_life(where: str) -> Sign:
     return Sign(
         host=socket.gethostname(),
         pid=os.getpid(),
-        machine=_machine(),
+        machine=machine("pid"),
         started=started_at(os.getpid()),
         where=where,
         at=time.time(),
@@ -176,14 +177,6 @@ def _different(found: Mapping[int, Evidence]) -> str | None:
 
 def _numbers(ranks: list[int]) -> str:
     return ", ".join(map(str, ranks))
-
-
-def _machine() -> str:
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return socket.gethostname()
 
 
 def _main_stack() -> list[str]:
