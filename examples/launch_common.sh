@@ -101,10 +101,18 @@ install_environment() {
         act "$base" -m venv "$venv" ||
             die "'$base -m venv' failed (on Debian and Ubuntu it needs the package python3-venv)"
     fi
+    # What reads options comes with the rest as well; before it, a wrong one costs seconds and not minutes.
+    if [[ $DRY_RUN != 1 ]]; then
+        "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "megatron-core==0.9.0" \
+            "pyyaml>=6.0" "pydantic>=2.7" ||
+            die "megatron-core, pyyaml and pydantic could not be installed; see pip's message above"
+        PYTHONPATH="$REPO_ROOT" check_options "$venv/bin/python" "" ${config:+--config "$config"} "${extra[@]}"
+        say "installing torch and the other packages of mt_megatron in $venv: once, a few minutes"
+    fi
     # torch first: with it in place the rest cannot choose another build.
-    act "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "${TORCH_SPEC:-torch<=2.13.0}" ||
+    act "$venv/bin/python" -m pip install --disable-pip-version-check "${TORCH_SPEC:-torch<=2.13.0}" ||
         die "torch could not be installed; set TORCH_SPEC to the version or wheel that this machine needs"
-    act "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -e "$REPO_ROOT${ENV_EXTRAS-[scope]}" ||
+    act "$venv/bin/python" -m pip install --disable-pip-version-check -e "$REPO_ROOT${ENV_EXTRAS-[scope]}" ||
         die "mt_megatron could not be installed; see pip's message above"
 }
 
@@ -180,9 +188,31 @@ print(*("--" + name.replace("_", "-") for name in named))
     read -r -a FROM_FILE <<<"$names"
 }
 
-# Adds to DATA_ARGUMENTS; prepares the corpus unless the arguments name data themselves.
-prepare_data() {
-    DATA_ARGUMENTS=()
+# Ends the script where mt-megatron pretrain would refuse the options after PYTHON and PROCESSES: by name and
+# value, and where the number of processes is not empty, how they fit together. Files are left to the run.
+check_options() {
+    local python="$1" processes="$2"
+    shift 2
+    # They print and stop.
+    if given --list-options --list-models -- "$@"; then return; fi
+    "$python" -W ignore -c '
+import sys
+from mt_megatron.config.parse import load_config
+from mt_megatron.errors import MtMegatronError
+try:
+    config = load_config(sys.argv[2:])
+    if sys.argv[1]:
+        from mt_megatron.training.validate import validate
+        validate(config, world_size=int(sys.argv[1]), check_files=False)
+except MtMegatronError as error:
+    sys.exit(f"error: {error}")
+' "$processes" "$@" || exit 2
+}
+
+# Sets DATA_ARGUMENTS and PREPARE, the command that makes their files; neither where the arguments name data
+# themselves.
+name_data() {
+    DATA_ARGUMENTS=() PREPARE=()
     if given --data-path --train-data-path --mock-data -- "$@"; then return; fi
     local version name="stdlib"
     local -a options=()
@@ -200,16 +230,21 @@ prepare_data() {
     if [[ -n ${MAX_TOKENS:-} ]]; then options+=(--max-tokens "$MAX_TOKENS"); fi
     if [[ -n ${DATA_DIR:-} ]]; then RUN_NAME="$MODEL-$(basename "$DATA_DIR")"; fi
     DATA_DIR="${DATA_DIR:-$REPO_ROOT/data/$name}"
-    act "${SHOWN_PYTHON:-$PYTHON}" -m mt_megatron.cli prepare --output "$DATA_DIR" "${options[@]}" || {
-        # Its advice names the options of the command.
-        say "here --corpus is CORPUS=${CORPUS:-}, --output DATA_DIR=$DATA_DIR, --vocab-size VOCAB_SIZE, --max-tokens MAX_TOKENS; for --force remove $DATA_DIR, for preprocess name its data with --train-data-path"
-        exit 1
-    }
+    PREPARE=("${SHOWN_PYTHON:-$PYTHON}" -m mt_megatron.cli prepare --output "$DATA_DIR" "${options[@]}")
     DATA_ARGUMENTS=(
         --train-data-path "$DATA_DIR/train"
         --valid-data-path "$DATA_DIR/valid"
         --tokenizer-model "$DATA_DIR/tokenizer.json"
     )
+}
+
+prepare_data() {
+    if ((!${#PREPARE[@]})); then return; fi
+    act "${PREPARE[@]}" || {
+        # Its advice names the options of the command.
+        say "here --corpus is CORPUS=${CORPUS:-}, --output DATA_DIR=$DATA_DIR, --vocab-size VOCAB_SIZE, --max-tokens MAX_TOKENS; for --force remove $DATA_DIR, for preprocess name its data with --train-data-path"
+        exit 1
+    }
 }
 
 # Sets LAUNCH: this node's part of the run. torchrun starts the processes; above it, mt-megatron launch
@@ -355,16 +390,13 @@ launch() {
     compose_launch
     choose_threads
     RUN_NAME="$MODEL"
-    prepare_data "${settled[@]}"
+    name_data "${settled[@]}"
     if ((${#DATA_ARGUMENTS[@]})) && [[ $config != "$FAMILY_DIR/$MODEL.yaml" ]]; then
         say "config: $config names no data, so this trains on $DATA_DIR"
     fi
     RUN_DIR="${RUN_DIR:-$REPO_ROOT/runs/$RUN_NAME}"
 
-    local -a command=(
-        "${LAUNCH[@]}" --
-        --config "$config" --backend "$BACKEND" "${DATA_ARGUMENTS[@]}"
-    )
+    local -a command=(--config "$config" --backend "$BACKEND" "${DATA_ARGUMENTS[@]}")
     if [[ -n ${FP8:-} ]] && ! given --fp8-recipe -- "${settled[@]}"; then command+=(--fp8-recipe "$FP8"); fi
     # A bf16 in a file does not insist on it: it may come from another machine.
     if bf16_is_slow && ! given --bf16 --no-bf16 -- "${extra[@]}" &&
@@ -385,6 +417,16 @@ launch() {
     fi
     if ! given --p2p-transport -- "${settled[@]}"; then command+=(--p2p-transport "${P2P_TRANSPORT:-auto}"); fi
     command+=("${extra[@]}")
+    # Data takes minutes. A dry run may be of another machine, and the family's own files are sound.
+    local processes=""
+    if [[ $DRY_RUN != 1 && $NPROC_PER_NODE =~ ^[0-9]+$ && ${NNODES:-1} =~ ^[0-9]+$ ]]; then
+        processes=$((NPROC_PER_NODE * ${NNODES:-1}))
+    fi
+    if [[ -z ${SHOWN_PYTHON:-} && ($DRY_RUN != 1 || ${#extra[@]} -gt 0) ]]; then
+        check_options "$PYTHON" "$processes" "${command[@]}"
+    fi
+    prepare_data
+    command=("${LAUNCH[@]}" -- "${command[@]}")
 
     if [[ -n ${OMP_NUM_THREADS:-} ]]; then
         export OMP_NUM_THREADS

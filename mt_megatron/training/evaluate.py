@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -39,9 +39,11 @@ def evaluate(
     job: Job,
     *,
     max_samples: int | None,
+    advance: Callable[[int, int], None] = lambda done, total: None,
 ) -> Validation:
     """Cross-entropy over the first ``max_samples`` samples (None: all) of ``dataset``; collective.
 
+    ``advance`` is called before each global batch, with how many are done and how many there are.
     Changes no random state and leaves the model in training mode.
     """
     rounds = valid_rounds(
@@ -66,7 +68,8 @@ def evaluate(
     ]
     total = [0.0, 0.0]
     with _evaluating(trainable):
-        for _ in range(steps):
+        for step in range(steps):
+            advance(step, steps)
             reports = run_schedule(
                 forward_step,
                 trainable.chunks,

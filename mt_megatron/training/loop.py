@@ -243,6 +243,11 @@ class _Run:
         self.tracing.start()
         self.scope.start()
         window = self.output.window()
+        if self._finished():
+            self.display.say(
+                f"nothing is left to train: {self.progress.iteration} of {self.train_iters} steps are done; "
+                "a larger --train-iters trains on"
+            )
         while not self._finished():
             self.scope_trainer.window, self.scope_trainer.went_back = window, False
             result = self.steps.take(self.wishes)
@@ -494,6 +499,7 @@ class _Run:
             self.shape,
             self.job,
             max_samples=iters * self.global_batch_size,
+            advance=self._evaluating,
         )
         values = {
             "loss": self.validation.loss,
@@ -512,6 +518,11 @@ class _Run:
             f"step {self.progress.iteration}: validation loss {self.validation.loss:.4f} nats per token, "
             f"perplexity {values['perplexity']:.2f}, over {self.validation.tokens:,} tokens"
         )
+
+    def _evaluating(self, done: int, total: int) -> None:
+        if done % self.config.logging.log_interval == 0:
+            how = f"{done} of {total} batches are evaluated" if done else f"{total} batches to evaluate"
+            self.display.say(f"step {self.progress.iteration}: {how}")
 
     def _saved(self, reports: list[SaveReport]) -> None:
         """Tell what became of checkpoints; those that failed the store has told already."""

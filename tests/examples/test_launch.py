@@ -220,6 +220,24 @@ def test_advice_about_data_is_in_words_of_the_script(tmp_path: Path) -> None:
     assert f"--corpus is CORPUS={tmp_path}/c.json, --output DATA_DIR={tmp_path}/made" in shown.stderr
 
 
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("--epochs 3", "epochs"),
+        ("--lr fast", "--lr"),
+        ("--tensor-model-parallel-size 3", "tensor_model_parallel_size"),
+        ("--num-layers 0", "num_layers"),
+    ],
+)
+def test_options_are_checked_before_data_is_made(tmp_path: Path, corpus: Path, words: str, says: str) -> None:
+    """Set-up and data take minutes."""
+    shown = _launch(*words.split(), **_places(tmp_path, corpus))
+    assert shown.returncode == 2 and says in shown.stderr, shown.stderr
+    assert list(tmp_path.iterdir()) == []
+    if says == "epochs":
+        assert _launch("--dry-run", *words.split()).returncode == 2
+
+
 def test_named_data_and_folders_replace_the_scripts_own(tmp_path: Path) -> None:
     shown = _launch("--dry-run", "--train-data-path", "mine/train", "--save=elsewhere", MAX_RESTARTS="3")
     (run,) = shown.stdout.splitlines()
@@ -424,12 +442,14 @@ def test_stops_at_a_signal_resumes_and_says_when_it_is_complete(tmp_path: Path, 
     assert end["finished"] and end["iteration"] == last and Path(end["checkpoint"]).is_dir()
     assert 0 < end["bigram"] < end["unigram"] and end["valid_loss"] > 0
     assert "unigrams" in second.stdout and "bigrams" in second.stdout
+    assert "2 batches to evaluate" in second.stdout and "nothing is left" not in second.stdout
 
     if not DAILY:
         return
     third = _train(tmp_path, corpus, last, NPROC_PER_NODE="1")
     assert third.returncode == 0, third.stdout + third.stderr
     assert [record["iteration"] for record in _events(tmp_path, "train")] == steps, "nothing left to train"
+    assert f"nothing is left to train: {last} of {last} steps are done" in third.stdout
     ends = _events(tmp_path, "end")
     assert ends[2]["finished"] and ends[2]["valid_loss"] == pytest.approx(ends[1]["valid_loss"], rel=1e-6)
 
