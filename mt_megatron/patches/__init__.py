@@ -37,7 +37,7 @@ CONCERNS = (
     "compat.padded_vocabulary",
     "compat.transformer_engine",
     "errata.loopback_listener",
-    "errata.shared_parameters",
+    "errata.gradient_buckets",
     "errata.weights",
     "errata.blends",
     "model.linear",

@@ -174,6 +174,12 @@ _MIXTURES_DAILY = (
     Layout(name="mixture_sequential", flags="--no-moe-grouped-gemm", mixture=True),
     Layout(name="mixture_ep2", world=2, flags=EP, mixture=True),
     Layout(name="mixture_tp2_ep2", world=4, flags=f"{TP_SP} {EP}", mixture=True),
+    Layout(
+        name="mixture_ep2_pp2_dense_stage",
+        world=4,
+        flags=f"{EP} {PP} --pipeline-model-parallel-layout 1,3",
+        mixture=True,
+    ),
 )
 MIXTURES = (
     Layout(name="mixture_ep2_zero1", world=2, flags=f"{EP} {ZERO1}", mixture=True),

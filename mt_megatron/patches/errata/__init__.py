@@ -1,7 +1,7 @@
 """Defects of Megatron-Core 0.9.0.
 
 wrong_results      wrong numbers without a message
-shared_parameters  the gradient buffer's place of a shared embedding
+gradient_buckets   shared parameters and gathers of the gradient buffer's buckets
 weights            marks and values of weights that are not drawn
 blends             samples of weighted blends
 loopback_listener  a listener on all interfaces, pinned to 127.0.0.1

@@ -43,7 +43,7 @@ def compared(seeds: int) -> dict[str, Any]:
     """Of ``seeds`` drawn layouts: those that 0.9.0 starts, those that it does not, and every difference."""
     from megatron.core.distributed import param_and_grad_buffer as upstream
 
-    from mt_megatron.patches.errata.shared_parameters import _buffer
+    from mt_megatron.patches.errata.gradient_buckets import _buffer
 
     constructor = upstream._ParamAndGradBuffer.__init__
     found: dict[str, Any] = {"start": 0, "not": 0, "changed": [], "refused": [], "plan": []}
@@ -119,3 +119,34 @@ def _planned(layout: tuple[list[tuple[int, bool]], int, int | None]) -> list[Any
         [bucket.start, bucket.end, bucket.numel_unpadded, list(bucket.spans)]
         for bucket in buckets_of(reversed(sizes), ranks, bucket_size)
     ]
+
+
+def gathers() -> dict[str, list[Any]]:
+    """Buckets in the order of their gathers, of a step whose modules use the buckets 0, 2 and 1."""
+    from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup as Group
+
+    from mt_megatron.patches.errata.gradient_buckets import _finish_param_sync
+
+    upstream = Group.finish_param_sync
+    found: dict[str, list[Any]] = {}
+
+    def ours(self: Any) -> None:
+        _finish_param_sync(upstream, self)
+
+    for name, finish in (("ours", ours), ("upstream", upstream)):
+        order: list[Any] = found.setdefault(name, [])
+        groups = [object.__new__(Group) for _ in range(4)]
+        for index, group in enumerate(groups):
+
+            def start(group: Any = group, index: int = index, order: list[Any] = order) -> None:
+                assert group.param_gather_handle is None
+                group.param_gather_dispatched, group.param_gather_handle = True, mock.Mock()
+                order.append(index)
+
+            group.ddp_config = SimpleNamespace(use_distributed_optimizer=True, overlap_param_gather=True)
+            group.param_gather_dispatched, group.param_gather_handle = False, None
+            group.next_param_gather_bucket_group = groups[index + 1] if index < 3 else None
+            group.start_param_sync = start
+        for index in (0, 2, 1):
+            finish(groups[index])
+    return found

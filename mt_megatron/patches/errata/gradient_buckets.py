@@ -1,4 +1,4 @@
-"""A shared parameter starts where its bucket of the gradient buffer starts."""
+"""Buckets of the gradient buffer: shared parameters, and gathers in another order than the buckets'."""
 
 from __future__ import annotations
 
@@ -83,6 +83,15 @@ def _remove(buffer: Any, params: list[Any], padding: set[Any]) -> None:
         bucket.params -= padding
 
 
+def _finish_param_sync(
+    original: Callable[..., None], self: Any, skip_next_bucket_dispatch: bool = False
+) -> None:
+    """The next bucket's module may have run already, and have gathered for itself."""
+    following = self.next_param_gather_bucket_group
+    gathered = following is not None and following.param_gather_dispatched
+    original(self, skip_next_bucket_dispatch or gathered)
+
+
 def patches(backend: Backend) -> list[Patch]:
     return [
         Patch(
@@ -94,5 +103,15 @@ def patches(backend: Backend) -> list[Patch]:
             "'Param should not be in param_gbuf_map' (NVIDIA/Megatron-LM #835)",
             body=_buffer,
             digest="d89e16e54a4159f43b30c2014af7cf79ed347d8d407741c8e8bbb66438a65823",
+        ),
+        Patch(
+            id="errata.gathered_bucket",
+            target="megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup.finish_param_sync",
+            kind="wrap",
+            feature="errata",
+            reason="with overlap_param_gather a parameter that fills a bucket, used in another order than it "
+            "was registered, is gathered twice or fails (NVIDIA/Megatron-LM !2673)",
+            body=_finish_param_sync,
+            digest="ff44ad2e75eee6a49e4c4355e0c8564c14f6c610a3a1f0c7bfcbc36c09bafc53",
         ),
     ]
