@@ -6,6 +6,8 @@ runs the transfers of a communicator one after another, so each edge has a group
 
 from __future__ import annotations
 
+import threading
+import uuid
 from collections import deque
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
@@ -14,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
 from mt_megatron.comm.errors import TransferTimeout, TransportError, given_up
 from mt_megatron.comm.transport import BACKWARD, FORWARD, UNLABELLED, Edge, Label, Owned
@@ -38,6 +41,7 @@ class CollectiveTransport:
         """``group``: the pipeline's; the list of them on a rank that is part of several. ``tagged``: whether
         its library tells messages apart by tags (None: Gloo does)."""
         groups = group if isinstance(group, list) else [group]
+        self._pipelines = groups
         self._group = group = groups[0]
         self._device = device
         # Of two pipelines that share a pair of ranks the first, which it is on both of them.
@@ -54,8 +58,7 @@ class CollectiveTransport:
         self._ended: str | None = None
 
     def prepare(self, edges: Iterable[Edge]) -> None:
-        """Without tags collective over all ranks of the default group, where edges are new: they are
-        connected."""
+        """Without tags collective over all ranks of the pipeline: new edges are connected."""
         self.require_open()
         if self._tagged:
             return
@@ -63,26 +66,26 @@ class CollectiveTransport:
         # The answers too: an evaluation has none, and the training after it makes no groups.
         both = {each for edge in edges for each in (edge, _answer(edge))}
         new = sorted(each for each in both if own in each[:2] and each not in self._groups)
-        if not new:
-            return
-        every: list[list[Edge]] = [[] for _ in range(dist.get_world_size())]
-        with collectives.announced("all_gather_object", "world", None):
-            dist.all_gather_object(every, new)
-        # All ranks make all groups. Two that make theirs alone would have to have made as many groups before
-        # as each other: torch names a group by that number, and the first transfer would wait for ever.
-        wanted = sorted({Edge(*each) for found in every for each in found})
-        for edge in wanted:
-            group = dist.new_group(
-                [edge.source, edge.target],
-                timeout=_timeout(self._group, self._device),
-                backend=dist.get_backend(self._group),
+        # A rank without new edges takes part: others of its pipeline may have some, and it cannot know.
+        given = uuid.uuid4().hex, new
+        found: dict[int, tuple[str, list[Edge]]] = {}
+        for pipeline in self._pipelines:
+            ranks = dist.get_process_group_ranks(pipeline)
+            every = [given] * len(ranks)
+            with collectives.announced("all_gather_object", "pp", pipeline):
+                dist.all_gather_object(every, given, group=pipeline)
+            found |= zip(ranks, every, strict=True)
+        wanted = {Edge(*each) for _, edges in found.values() for each in edges}
+        # Groups are made and edges connected in an order that all ranks share: none waits for a peer that
+        # waits for it.
+        mine = sorted(edge for edge in wanted if own in edge[:2])
+        for edge in mine:
+            token, _ = found[edge.source]
+            self._groups[edge] = _group_of_two(
+                edge, f"mt_megatron/{token}/{edge.target}-{edge.lane}", self._group, self._device
             )
-            if own in edge[:2]:
-                self._groups[edge] = group
-        # Edges are connected in an order that all ranks share: none waits for a peer that waits for it.
-        for edge in wanted:
-            if own in edge[:2]:
-                self._connect(edge)
+        for edge in mine:
+            self._connect(edge)
 
     def post_send(
         self, edge: Edge, tensor: Tensor, *, with_shape: bool = False, label: Label = UNLABELLED
@@ -277,6 +280,32 @@ class _Receiving:
             _wait(self._work, timeout)
         self._has_arrived = True
         self._transport.arrived(self)
+
+
+_changing = threading.Lock()
+
+
+def _group_of_two(edge: Edge, name: str, pipeline: Any, device: torch.device) -> Any:
+    """A group of the edge's ranks like ``pipeline``, made by these two alone. ``name``: the same on both, and
+    of no group before.
+
+    By itself torch names such a group by the number of groups that the process is in: the peer may be in
+    another number and wait for another group, and a number comes again after groups were destroyed. And it
+    splits the communicator of a default group that is bound to a device, for which it needs all of its ranks.
+    """
+    with _changing:
+        by_torch = distributed_c10d._process_group_name, distributed_c10d._get_split_source
+        distributed_c10d._process_group_name = lambda ranks, use_hashed_name: name  # type: ignore[assignment, return-value]
+        distributed_c10d._get_split_source = lambda pg: None
+        try:
+            return dist.new_group(
+                [edge.source, edge.target],
+                timeout=_timeout(pipeline, device),
+                backend=dist.get_backend(pipeline),
+                use_local_synchronization=True,
+            )
+        finally:
+            distributed_c10d._process_group_name, distributed_c10d._get_split_source = by_torch
 
 
 def _answer(edge: Edge) -> Edge:

@@ -111,7 +111,8 @@ class Transport(Protocol):
 
     def prepare(self, edges: Iterable[Edge]) -> None:
         """Make what ``edges``, all those that this rank is going to use, need. All ranks of the pipeline
-        call it with the edges of the same schedule; edges that exist already are left as they are.
+        call it with the edges of the same schedule, also those without new ones; edges that exist already
+        are left as they are.
 
         Raises TransportUnavailable, TransferTimeout and PeerLost.
         """

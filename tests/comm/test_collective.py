@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
 from mt_megatron.comm import collective
 from mt_megatron.comm.transport import BACKWARD, FORWARD, Edge
 from mt_megatron.pipeline.actions import Action, Kind, Schedule, matching_send, transfers_in
 from mt_megatron.pipeline.generate.catalogue import generate
 from mt_megatron.pipeline.lowering import lowered
+from tests.launch import run_ranks
 
 WAITS_FOR_EVER = 20.0
 """Seconds."""
@@ -56,7 +58,7 @@ class LazyDist:
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
         self._own = threading.local()
-        self._groups: dict[int, Group] = {}
+        self._groups: dict[str, Group] = {}
         self._given: dict[int, Any] = {}
         self._all = threading.Barrier(ranks)
         self._lock = threading.Lock()
@@ -64,7 +66,7 @@ class LazyDist:
         self.isend, self.irecv = self._isend, self._irecv
 
     def begin(self, rank: int) -> None:
-        self._own.rank, self._own.made = rank, 0
+        self._own.rank = rank
 
     def get_rank(self) -> int:
         rank: int = self._own.rank
@@ -79,18 +81,20 @@ class LazyDist:
     def get_process_group_ranks(self, group: Any) -> list[int]:
         return list(range(self._ranks))
 
-    def all_gather_object(self, every: list[Any], own: Any) -> None:
+    def all_gather_object(self, every: list[Any], own: Any, group: Any) -> None:
         self._given[self.get_rank()] = own
         self._all.wait(WAITS_FOR_EVER)
         every[:] = [self._given[rank] for rank in range(self._ranks)]
         self._all.wait(WAITS_FOR_EVER)
 
-    def new_group(self, members: list[int], **options: Any) -> Group:
+    def new_group(self, members: list[int], *, use_local_synchronization: bool, **options: Any) -> Group:
+        """As torch's: of the two alone, who meet if they have the same name for it."""
+        assert use_local_synchronization and self.get_rank() in members
+        name = distributed_c10d._process_group_name(members, True)
         with self._lock:
-            group = self._groups.setdefault(self._own.made, Group(members))
-        assert group.members == members
-        self._own.made += 1
-        return group
+            found = self._groups.setdefault(name, Group(members))
+        assert found.members == members
+        return found
 
     def _isend(self, tensor: Tensor, peer: int, group: Group) -> Work:
         group.connect()
@@ -156,6 +160,82 @@ def test_ranks_do_not_wait_for_each_others_first_transfers(
     for rank in range(ranks):
         assert isinstance(found[rank], list), f"rank {rank} waits for ever"
         assert found[rank] and all(action.microbatch == number for action, number in found[rank])
+
+
+def test_a_rank_without_new_edges_is_not_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loop over three ranks after a chain: its new edges are between the last rank and the first alone."""
+    dist = LazyDist(3)
+    monkeypatch.setattr(collective, "dist", dist)
+    by_torch = distributed_c10d._process_group_name
+    chain = {Edge(0, 1, FORWARD), Edge(1, 2, FORWARD)}
+    found: dict[int, Any] = {}
+
+    def run(rank: int) -> None:
+        dist.begin(rank)
+        try:
+            transport = collective.CollectiveTransport(Group([0]), torch.device("cpu"))
+            for edges in (chain, chain | {Edge(2, 0, FORWARD)}, chain):
+                transport.prepare(each for each in edges if rank in each[:2])
+            found[rank] = set(transport._groups)
+        except threading.BrokenBarrierError as error:
+            found[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    there = chain | {Edge(2, 0, FORWARD)}
+    there |= {Edge(each.target, each.source, BACKWARD) for each in there}
+    assert found == {rank: {each for each in there if rank in each[:2]} for rank in range(3)}
+    assert distributed_c10d._process_group_name is by_torch
+
+
+def groups_of_two() -> dict[str, Any]:
+    """Messages over a chain of three real ranks that are in different numbers of groups."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    for _ in range(rank):
+        dist.new_group([rank], use_local_synchronization=True)
+    made: list[list[int]] = []
+    by_torch = dist.new_group
+
+    def new_group(ranks: list[int], **options: Any) -> Any:
+        made.append(ranks)
+        return by_torch(ranks, **options)
+
+    dist.new_group = new_group
+    found = []
+    for _ in range(2):
+        # The second time as after the process groups were destroyed: nothing of the first may be met.
+        transport = collective.CollectiveTransport(dist.group.WORLD, torch.device("cpu"), tagged=False)
+        transport.prepare(Edge(each, each + 1, FORWARD) for each in (0, 1) if rank in (each, each + 1))
+        if rank < 2:
+            transport.post_send(Edge(rank, rank + 1, FORWARD), torch.full((2,), float(rank)))
+        if rank > 0:
+            found.append(
+                transport.post_recv(Edge(rank - 1, rank, FORWARD), (2,), torch.float32).wait().tolist()
+            )
+        transport.finish()
+        for group in transport._groups.values():
+            dist.destroy_process_group(group)
+    # Groups that all ranks make are named alike as before.
+    total = torch.ones(1)
+    dist.all_reduce(total, group=by_torch(list(range(3))))
+    return {"made": made, "found": found, "total": total.item()}
+
+
+@pytest.mark.parametrize("barrier", ["0", "1"])
+def test_two_ranks_make_their_groups_alone(barrier: str) -> None:
+    """``barrier``: torch's own after each group that is made."""
+    found = run_ranks(
+        3, "tests.comm.test_collective:groups_of_two", env={"TORCH_DIST_INIT_BARRIER": barrier}, timeout=90
+    )
+    assert [len(each["made"]) for each in found] == [4, 8, 4], "two a pair and time, of the pair alone"
+    assert [each["found"] for each in found] == [[], [[0.0, 0.0]] * 2, [[1.0, 1.0]] * 2]
+    assert [each["total"] for each in found] == [3.0] * 3
 
 
 def test_a_message_that_one_thread_waits_for_may_be_tested_by_another() -> None:
