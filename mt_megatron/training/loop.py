@@ -293,8 +293,8 @@ class _Run:
         loss, self.validation = self.scope_trainer.figures
         self._summary(loss)
         # A start without a step recorded nothing that a report could show.
-        trace = None if result is None else self.tracing.folder
-        for line in next_lines(self.config, self.progress.iteration, self.checkpoint, trace):
+        trace, recorded = (None, None) if result is None else (self.tracing.folder, self.scope.recorded)
+        for line in next_lines(self.config, self.progress.iteration, self.checkpoint, trace, recorded):
             self.display.say(line)
         return Outcome(
             progress=self.progress,

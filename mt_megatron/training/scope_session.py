@@ -141,6 +141,11 @@ class Scope:
             self.control.lab.rolled_back(iteration, perturbed)
 
     @property
+    def recorded(self) -> Path | None:
+        """Folder of the run where something is recorded; None: nothing is."""
+        return self.session.run if self.session is not None and self.session.is_on else None
+
+    @property
     def perturbed(self) -> str | None:
         """What the run is under; None: nothing."""
         return self._began_perturbed if self.control is None else self.control.lab.perturbed

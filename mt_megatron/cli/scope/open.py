@@ -21,11 +21,15 @@ from mt_megatron.errors import ConfigError
 if TYPE_CHECKING:
     from mt_megatron.scope.web.access import TokenFile
 
+MOST_RUNS = 8
+"""Runs that one chart compares."""
+
 _ANSWER_S = 2.0
 """Longest silence of a server that is asked for its proof."""
 
 _EXAMPLE = """examples:
   mt-megatron scope open RUN
+  mt-megatron scope open RUN OTHER_RUN          (both losses in one chart)
   mt-megatron scope open RUN --port 8700
   mt-megatron scope open RUN --here
   mt-megatron scope open RUN --control
@@ -45,6 +49,13 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         epilog=_EXAMPLE,
     )
     parser.add_argument("run", metavar="RUN", type=Path, help="folder of the run's outputs")
+    parser.add_argument(
+        "others",
+        metavar="RUN",
+        type=Path,
+        nargs="*",
+        help="up to seven more, to compare their curves",
+    )
     parser.add_argument("--port", type=int, default=0, metavar="N", help="on 127.0.0.1 (a free one)")
     parser.add_argument(
         "--token-file", type=Path, metavar="FILE", help="write the address with its token here, too"
@@ -73,6 +84,11 @@ def run(args: argparse.Namespace) -> int:
 
     if not 0 <= args.port < 65536:
         raise ConfigError(f"--port is {args.port}; expected 0 (a free one) to 65535")
+    if len(args.others) >= MOST_RUNS:
+        raise ConfigError(f"found {1 + len(args.others)} runs; expected at most {MOST_RUNS} to compare")
+    others = [existing_recording(other).root.parent for other in args.others]
+    # A training's own page knows nothing of runs that are named here.
+    is_here = args.here or bool(others)
     page = scope_files(run_root(args.run)).root / "page.json"
     tokens, is_strange = None, False
     if page.exists():
@@ -80,12 +96,12 @@ def run(args: argparse.Namespace) -> int:
             tokens = read_token_file(page)
         except ConfigError:
             # A copied folder may have the file of a run that was killed, in another mode.
-            if not args.here:
+            if not is_here:
                 raise
             is_strange = True
     is_elsewhere = tokens is not None and tokens.host != socket.gethostname()
     found = "none" if tokens is None else _server_of(tokens)
-    if tokens is not None and not args.here:
+    if tokens is not None and not is_here:
         if found == "unproven" or (is_elsewhere and found == "other"):
             whose = f"the page of {tokens.host}" if is_elsewhere else f"the page of process {tokens.pid}"
             raise ConfigError(
@@ -109,6 +125,7 @@ def run(args: argparse.Namespace) -> int:
         # The other page may be a training's, which writes its tokens once.
         keeps_tokens=not (is_elsewhere or is_strange or found in ("own", "unproven")),
         says_control=args.control,
+        compared=tuple(others),
         say=say,
     )
 

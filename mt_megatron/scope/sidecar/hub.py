@@ -15,6 +15,7 @@ ranks    ranks: as ``Hub.ranks`` gives them, when one came or went
 result   id, ok, value, error: the answer to a command, also one that nobody waits for any more
 requests texts
 bookmark step, text, time_unix
+ended    nothing more is recorded; the page may ask for the last state until it leaves
 lost     events that this subscriber missed because it was slow; ask the recording again
 ======== =============================================================================================
 """
@@ -24,6 +25,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import secrets
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -47,6 +49,9 @@ COMMAND_SECONDS = 30.0
 
 MOST_COMMANDS = 64
 """Commands that wait for an answer at the same time."""
+
+LEAVING_SECONDS = 0.05
+"""Between two looks whether subscribers have left."""
 
 MOST_EVENTS = 256
 """Events that wait for a subscriber; further ones are dropped and counted."""
@@ -96,6 +101,9 @@ class ServeOptions:
 
     keeps_tokens: bool = True
     """True where port and tokens lie in ``page.json`` of the run, where ``scope open`` finds them."""
+
+    compared: tuple[Path, ...] = ()
+    """Folders of other runs, which the page compares with this one at first."""
 
     says_control: bool = False
     """True: links hand over control, and the control token is said as well."""
@@ -258,6 +266,15 @@ class Hub:
         if future is not None and not future.done():
             future.set_result(result)
         self.publish({"k": "result", **asdict(result)})
+
+    async def end(self, seconds: float) -> None:
+        """Say that the run has ended and wait for subscribers to leave, at most ``seconds``: until then the
+        page can be asked for the last steps."""
+        self.live = False
+        self.publish({"k": "ended"})
+        until = time.monotonic() + seconds
+        while self._subscriptions and time.monotonic() < until:
+            await asyncio.sleep(LEAVING_SECONDS)
 
     def close(self) -> None:
         """End all subscriptions and commands."""

@@ -34,7 +34,7 @@ PARENT_SECONDS = 0.5
 """Between two looks whether the parent runs and ranks have ended."""
 
 DRAIN_SECONDS = 2.0
-"""At the end, for what ranks have sent and nobody has read."""
+"""At the end, for what ranks have sent and is not read yet, and for browsers to take the last state."""
 
 AFTER_BYE_SECONDS = 1.0
 """Another rank may come so long after all that came have ended."""
@@ -104,6 +104,7 @@ async def run_sidecar(options: Options, say: Callable[[str], None], stop: asynci
         await asyncio.to_thread(keeper.flush)
         if follower is not None:
             await asyncio.to_thread(follower.close)
+        await hub.end(DRAIN_SECONDS)
         hub.close()
         for task in tasks:
             task.cancel()

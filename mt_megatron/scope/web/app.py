@@ -46,7 +46,7 @@ COMMANDS_PER_S, COMMANDS_BURST = 4.0, 16.0
 PATIENCE_S: Mapping[str, float] = {"generate": 600.0, "undo": 120.0, "pair": 600.0}
 """Seconds in which a command's result is waited for; 30 for others."""
 
-MOST_NEIGHBOURS = 3
+MOST_NEIGHBOURS = 8
 """Other runs that are open at a time."""
 
 _LOG = logging.getLogger(__name__)
@@ -63,6 +63,9 @@ class Site:
     live: Live | None = None
     neighbours: Callable[[], Mapping[str, Callable[[], Context]]] = dict
     """Names of other runs and how each is opened. A request's name is looked up there and nowhere else."""
+
+    compared: tuple[str, ...] = ()
+    """Names of the neighbours that the page compares at first."""
 
     bookmark: Callable[[Bookmark], None] | None = None
     """How a bookmark is kept; None: by the source."""
@@ -189,7 +192,7 @@ class _Routes:
     async def runs(self, request: Request) -> Response:
         """Names of neighbouring runs."""
         found = await to_thread.run_sync(self._site.neighbours)
-        return JSONResponse({"runs": sorted(found)})
+        return JSONResponse({"runs": sorted(found), "compared": self._site.compared})
 
     async def server(self, request: Request) -> Response:
         """What this server is."""
@@ -238,6 +241,8 @@ class _Routes:
             return JSONResponse({"ok": False, "error": str(error)}, 400)
         except OSError as error:
             return JSONResponse({"ok": False, "error": f"requests cannot be written: {error}"}, 507)
+        # All ranks hear the command between the same two steps, and record the next one.
+        await live.command("request", {"texts": texts})
         self._site.audit.write("result", session=session.name, do="request", ok=True)
         modules = await to_thread.run_sync(self._site.context.source.modules)
         lines = requests.all_unknown(texts, [each.path for each in modules])

@@ -61,6 +61,7 @@ _KINDS = frozenset(
         "ranks",
         "bookmark",
         "lost",
+        "ended",
     }
 )
 _LEFT_OUT = frozenset(
@@ -91,6 +92,8 @@ class Sockets:
         subscription = self._live.subscribe(QUEUE)
         try:
             async for event in subscription:
+                if event.get("k") == "ended":
+                    return
                 if event.get("k") == "result" and event.get("id") == "state" and event.get("ok"):
                     value = small(event).get("value")
                     self.state = value if isinstance(value, dict) else None

@@ -10,7 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import is_dataclass
+from dataclasses import is_dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -35,7 +35,7 @@ from .source import (
     TokenKey,
     TokenRow,
 )
-from .tiles import matrix_shape
+from .tiles import TILE, matrix_shape, pooled
 from .words import words_of
 
 LOOK_S = 0.25
@@ -47,6 +47,9 @@ REST = 8.0
 KEPT_BYTES = 64 * 2**20
 """Series, vectors and tokens that are kept, of which there are as many as somebody asks for; a larger one is
 kept alone. The whole run's tables are kept besides: of each there is one."""
+
+ATTENTION_MEAN = "attention_mean"
+"""Kind of tensors that are made here: the mean of a layer's attention over its recorded heads."""
 
 Value = TypeVar("Value")
 
@@ -109,15 +112,24 @@ class RecordedSource:
         return {**self._known("facts", self._facts), "live": self._is_live()}
 
     def _facts(self) -> dict[str, Any]:
+        folder = str(self._recording.files.root.resolve().parent)
         try:
             found = self._recording.facts()
         except ScopeError as error:  # no rank has come yet
-            return {"name": self._name, "world_size": 0, "ranks": [], "model": {}, "note": str(error)}
+            return {
+                "name": self._name,
+                "folder": folder,
+                "world_size": 0,
+                "ranks": [],
+                "model": {},
+                "note": str(error),
+            }
         model = dict(found.model)
         total = model.pop("train_iters", None)
         started = found.sessions[0].started_ns
         return {
             "name": self._name,
+            "folder": folder,
             "world_size": found.session.world_size,
             "ranks": [
                 {
@@ -249,7 +261,12 @@ class RecordedSource:
             )
             for name, at in steps.items()
         ]
+        facts += _means(facts)
         return sorted(facts, key=lambda each: (each.name.what, _natural(each.name))), keys
+
+    def _heads(self, mean: TensorName, step: int) -> list[TensorName]:
+        keys = self._known("tensors", self._tensors)[1]
+        return [name for name, at in keys if at == step and _mean_name(name) == mean]
 
     def _key(self, name: TensorName, step: int) -> recorded.TensorKey:
         key = self._known("tensors", self._tensors)[1].get((name, step))
@@ -259,6 +276,8 @@ class RecordedSource:
 
     def window(self, name: TensorName, step: int, rows: tuple[int, int], columns: tuple[int, int]) -> Matrix:
         """As ``Source``."""
+        if name.what == ATTENTION_MEAN and (heads := self._heads(name, step)):
+            return _mean([self.window(head, step, rows, columns) for head in heads])
         key = self._key(name, step)
         all_rows, all_columns = matrix_shape(key.shape)
         if not (0 <= rows[0] < rows[1] <= all_rows and 0 <= columns[0] < columns[1] <= all_columns):
@@ -268,6 +287,15 @@ class RecordedSource:
 
     def overview(self, name: TensorName, step: int, block: int, by: By) -> Matrix:
         """As ``Source``."""
+        if name.what == ATTENTION_MEAN and (heads := self._heads(name, step)):
+            all_rows, all_columns = matrix_shape(self._key(heads[0], step).shape)
+            # The largest mean is not the mean of the largest: from whole rows, some at a time.
+            parts = [
+                self.window(name, step, (first, min(first + TILE * block, all_rows)), (0, all_columns))
+                for first in range(0, all_rows, TILE * block)
+            ]
+            values = np.concatenate([pooled(part.values, block, by) for part in parts])
+            return replace(parts[0], values=values, missing=float(np.mean([part.missing for part in parts])))
         key = self._key(name, step)
         all_rows, all_columns = matrix_shape(key.shape)
         rows, columns = -(-all_rows // block), -(-all_columns // block)
@@ -384,6 +412,45 @@ class RecordedSource:
         except ScopeError as error:
             notes.append(f"no bookmarks: {error}")
         return notes
+
+
+def _mean_name(name: TensorName) -> TensorName | None:
+    """Name of the mean over the heads that ``name`` is one of."""
+    if name.what != "attention":
+        return None
+    return replace(name, what=ATTENTION_MEAN, index=tuple(each for each in name.index if each[0] != "head"))
+
+
+def _means(facts: Sequence[TensorFacts]) -> list[TensorFacts]:
+    """Means over the heads of each attention map, at the steps where several heads have one shape."""
+    heads: dict[TensorName, list[TensorFacts]] = {}
+    for each in facts:
+        if (mean := _mean_name(each.name)) is not None:
+            heads.setdefault(mean, []).append(each)
+    found = []
+    for mean, members in heads.items():
+        at: dict[int, list[tuple[tuple[int, ...], int]]] = {}
+        for each in members:
+            for row in zip(each.steps, each.shapes, each.stamps, strict=True):
+                at.setdefault(row[0], []).append(row[1:])
+        kept = {
+            step: rows for step, rows in at.items() if len(rows) > 1 and len({row[0] for row in rows}) == 1
+        }
+        if kept:
+            steps = tuple(sorted(kept))
+            shapes = tuple(kept[step][0][0] for step in steps)
+            stamps = tuple(sum(stamp for _, stamp in kept[step]) % 2**53 for step in steps)
+            found.append(TensorFacts(name=mean, steps=steps, shapes=shapes, stamps=stamps))
+    return found
+
+
+def _mean(parts: Sequence[Matrix]) -> Matrix:
+    return Matrix(
+        values=np.mean([part.values for part in parts], axis=0, dtype=np.float32),
+        error=float(np.mean([part.error for part in parts])),
+        missing=max(part.missing for part in parts),
+        perturbed=parts[0].perturbed,
+    )
 
 
 MOST_TOKEN_STEPS = 400

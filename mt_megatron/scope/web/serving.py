@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from mt_megatron.errors import ConfigError, ScopeError
@@ -49,7 +50,8 @@ async def serve(hub: Hub, open_recording: Callable[[], Recording], options: Serv
             audit=Audit(hub.files.audit),
             files=assets(),
             live=hub,
-            neighbours=lambda: neighbours(options.run),
+            neighbours=lambda: neighbours(options.run, options.compared),
+            compared=tuple(neighbours(options.run, options.compared))[: len(options.compared)],
             bookmark=_kept_by(hub, asyncio.get_running_loop()),
         )
         try:
@@ -98,15 +100,19 @@ def _kept_by(hub: Hub, loop: asyncio.AbstractEventLoop) -> Callable[[Bookmark], 
     return keep
 
 
-def neighbours(run: Path) -> Mapping[str, Callable[[], Context]]:
-    """Runs with a recording beside ``run``, by the name of their folder, and how each is opened."""
+def neighbours(run: Path, others: Sequence[Path] = ()) -> Mapping[str, Callable[[], Context]]:
+    """``others``, then runs with a recording beside ``run``, by the name of their folder, and how each is
+    opened. Where names are alike a number follows."""
     own = run.resolve()
     found: dict[str, Callable[[], Context]] = {}
+    for folder in map(Path.resolve, others):
+        names = itertools.chain([folder.name], (f"{folder.name} ({n})" for n in itertools.count(2)))
+        found[next(name for name in names if name not in found and name != own.name)] = _Neighbour(folder)
     with contextlib.suppress(OSError):
         for folder in sorted(own.parent.iterdir()):
             if len(found) >= MOST_RUNS:
                 break
-            if folder != own and folder.is_dir() and not folder.is_symlink():
+            if folder != own and folder.name not in found and folder.is_dir() and not folder.is_symlink():
                 with contextlib.suppress(ScopeError, OSError):
                     existing_recording(folder)
                     found[folder.name] = _Neighbour(folder)

@@ -182,8 +182,9 @@ class Source(Protocol):
         """A number that grows when something was recorded."""
 
     def facts(self) -> Mapping[str, Any]:
-        """``name``, ``live``, ``world_size``, ``ranks`` (list of rank, host, tp, pp, dp, cp, ep), ``model``
-        (plain map), ``steps_total`` (or None), ``started`` (s since the epoch, or None)."""
+        """``name``, ``folder`` (of the run), ``live``, ``world_size``, ``ranks`` (list of rank, host, tp, pp,
+        dp, cp, ep), ``model`` (plain map), ``steps_total`` (or None), ``started`` (s since the epoch, or
+        None)."""
 
     def modules(self) -> Sequence[Module]:
         """In the order of the model."""

@@ -42,9 +42,14 @@ _PUBLISHED = ("llama", "mixtral", "deepseek", "qwen")
 
 
 def next_lines(
-    config: TrainingConfig, iteration: int, checkpoint: Path | None, trace: Path | None
+    config: TrainingConfig,
+    iteration: int,
+    checkpoint: Path | None,
+    trace: Path | None,
+    recorded: Path | None = None,
 ) -> list[str]:
-    """Where the ``trace`` lies, and one line per possibility, each beginning with ``next:``."""
+    """Where the ``trace`` lies, and one line per possibility, each beginning with ``next:``. ``recorded``:
+    the run's folder where MegaScope recorded something."""
     lines = [] if trace is None else [f"trace: {trace}"]
     save = config.checkpoint.save
     if checkpoint is not None and save is not None:
@@ -65,6 +70,10 @@ def next_lines(
             )
     if trace is not None:
         lines.append(f"next: mt-megatron scan report {shlex.quote(str(trace))}  (what held the run up)")
+    if recorded is not None:
+        run = shlex.quote(str(recorded))
+        lines.append(f"next: mt-megatron scope open {run}  (losses, layers and tensors in a browser)")
+        lines.append(f"next: mt-megatron scope report {run}  (the same as one HTML file)")
     return lines
 
 

@@ -42,6 +42,14 @@ const ACTIONS = {
   async fill(selector, text) { await page.locator(selector).first().fill(text); },
   async press(key, ms = 200) { await page.keyboard.press(key); await page.waitForTimeout(ms); await quiet(); return page.evaluate(() => location.hash); },
   async text(selector = 'body') { return page.locator(selector).first().innerText(); },
+  // Along the middle of an element, from one part of its width to another.
+  async drag(selector, from, to) {
+    const box = await page.locator(selector).first().boundingBox(), y = box.y + box.height / 2;
+    await page.mouse.move(box.x + from * box.width, y);
+    await page.mouse.down();
+    await page.mouse.move(box.x + to * box.width, y, { steps: 4 });
+    await page.mouse.up();
+  },
   async wait(ms) { await page.waitForTimeout(ms); },
   // Asked from here: the page's policy forbids waitForFunction, which evaluates text within the page.
   async until(script, ms = 10000) {

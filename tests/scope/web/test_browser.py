@@ -180,10 +180,12 @@ def test_exported_page_shows_the_same_without_a_server(copied: Served, tmp_path:
     views = [["view", VIEWS[name], 100, True] for name in VIEWS if name in PICTURES]
     headers = {"Content-Type": "application/json", "X-Scope-Control": copied.tokens.control}
     mark = {"method": "POST", "headers": headers, "body": json.dumps({"step": 30, "text": "between"})}
+    own = "{'X-Scope-Session': sessionStorage.getItem('mt-scope-session')}"
+    post = f"((mark) => fetch('/api/bookmark', {{...mark, headers: {{...mark.headers, ...{own}}}}}))"
     actions = [
         *views,
         ["download", "button[title=e]", str(earlier)],
-        ["evaluate", f"fetch('/api/bookmark', {json.dumps(mark)}).then((answer) => answer.status)"],
+        ["evaluate", f"{post}({json.dumps(mark)}).then((answer) => answer.status)"],
         ["download", "button[title=e]", str(target)],
     ]
     assert drive(link_to(copied.tokens), tmp_path, actions, language="en")["results"][-2] == 200
@@ -471,7 +473,7 @@ def test_every_view_while_ranks_send(tmp_path: Path) -> None:
         ranks = [FakeRank(path, hello(shape, rank), schema(shape, rank)) for rank in range(2)]
         sender = threading.Thread(target=_send, args=(ranks, shape, stop), daemon=True)
         sender.start()
-        tokens = _tokens(run)
+        tokens = token_file(run)
         now = "Number(document.querySelector('.scrub .now').innerText.match(/\\d+/)?.[0])"
         names = [name for name in VIEWS if name != "replay"]
         actions = [
@@ -501,7 +503,7 @@ def _send(ranks: Sequence[FakeRank], shape: RunShape, stop: threading.Event) -> 
             rank.send(*frames_of(shape, number, step))
 
 
-def _tokens(run: Path) -> TokenFile:
+def token_file(run: Path) -> TokenFile:
     path = run / "scope" / "page.json"
     until(path.exists, 30)
     return read_token_file(path)

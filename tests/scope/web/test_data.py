@@ -243,6 +243,7 @@ def test_tensors_are_listed(ask: Asked) -> None:
     for layer in (0, 1):
         for head in (0, 1):
             expected[tensor_id(f"decoder.layers.{layer}.self_attention", "attention", head=head)] = [600, 600]
+        expected[tensor_id(f"decoder.layers.{layer}.self_attention", "attention_mean")] = [600, 600]
     assert {name: row["shape"] for name, row in rows.items()} == expected
     assert all(row["steps"] == WITH_TENSORS for row in rows.values())
 
@@ -250,6 +251,23 @@ def test_tensors_are_listed(ask: Asked) -> None:
 def read(facts: dict[str, Any], codes: NDArray[Any]) -> NDArray[Any]:
     assert codes.max() < INFINITE
     return np.asarray(facts["low"] + facts["scale"] * codes.astype(np.float64))
+
+
+@pytest.mark.parametrize("by", ["max", "mean"])
+@pytest.mark.parametrize("level", [0, 2, 3])
+def test_mean_over_heads_is_of_each_element(ask: Asked, truth: Truth, level: int, by: str) -> None:
+    """Also where blocks are shown: the largest mean of a block, not the mean of the largest."""
+    path = "decoder.layers.0.self_attention"
+    facts, arrays = ask(
+        "tile", tensor=tensor_id(path, "attention_mean"), step=40, level=level, row=0, column=0, by=by
+    )
+    mean = np.mean([whole(truth, 40, path, "attention", head=head) for head in (0, 1)], axis=0)
+    block = 1 << level
+    size = min(256 * block, 600) // block * block  # whole blocks alone
+    blocks = mean[:size, :size].reshape(size // block, block, size // block, block)
+    expected = blocks.max(axis=(1, 3)) if by == "max" else blocks.mean(axis=(1, 3))
+    found = read(facts, arrays["codes"])[: size // block, : size // block]
+    assert np.abs(found - expected).max() <= facts["error"] * (1 + 1e-5)
 
 
 @pytest.mark.parametrize("layer", [0, 1])  # 0 is exact, 1 comes as 8-bit tiles

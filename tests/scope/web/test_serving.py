@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -249,7 +250,7 @@ def test_neighbours_are_those_with_a_recording(recorded: tuple[Path, Truth]) -> 
     assert set(serving.neighbours(run)) == {"other"}
     with served(run) as page:
         session = page.enter()
-        assert page.ask("/api/runs", session=session).json() == {"runs": ["other"]}
+        assert page.ask("/api/runs", session=session).json() == {"runs": ["other"], "compared": []}
         _, table = page.ask("/api/steps?run=other", session=session).unpacked()
         assert len(table["i"]) == 20 and page.ask("/api/run", session=session).json()["count"] == 60
         query = "/api/parted?statistic=activation_rms&other="
@@ -257,6 +258,16 @@ def test_neighbours_are_those_with_a_recording(recorded: tuple[Path, Truth]) -> 
         assert (found["step"], found["path"], found["steps"]) == (20, "decoder.layers.2", 2)
         assert arrays["values"][1] == pytest.approx(1.01 * arrays["values"][0])
         assert page.ask(f"{query}link", session=session).status == 404
+
+
+def test_runs_that_are_named_come_first_and_keep_apart(recorded: tuple[Path, Truth], tmp_path: Path) -> None:
+    run, _ = recorded
+    for folder in (tmp_path / "a" / "other", tmp_path / "b" / "run"):
+        shutil.copytree(run.parent / "other", folder)
+    given = (tmp_path / "a" / "other", run.parent / "other", tmp_path / "b" / "run")
+    found = serving.neighbours(run, given)
+    assert list(found) == ["other", "other (2)", "run (2)"]
+    assert found["run (2)"]().folder == tmp_path / "b" / "run"
 
 
 def test_page_does_not_start_twice_on_a_socket(run: Path) -> None:

@@ -39,15 +39,18 @@ def run(context: Context, query: dict[str, Any]) -> Answer:
 
 
 def steps(context: Context, query: dict[str, Any]) -> Answer:
-    """Columns of the step table; of long runs the extremes of the loss in each stretch."""
+    """Columns of the step table, and the tokens of all recorded steps up to each; of long runs the extremes
+    of the loss in each stretch."""
     table = context.source.steps()
     loss = np.asarray(table["loss"], np.float64)
     keep = extremes(loss, query["points"])
     arrays: dict[str, NDArray[Any]] = {"i": np.asarray(table["i"], np.int64)[keep]}
     for name in STEP_COLUMNS:
         arrays[name] = np.asarray(table[name], np.float64)[keep]
+    arrays["tokens_seen"] = np.nancumsum(np.asarray(table["tokens"], np.float64))[keep]
     arrays["perturbed"] = np.asarray(table["perturbed"], np.uint8)[keep]
-    return Answer(facts={"count": len(loss)}, arrays=arrays)
+    evaluated = "validation_loss" in context.source.statistics().get("", ())
+    return Answer(facts={"count": len(loss), "evaluated": evaluated}, arrays=arrays)
 
 
 def series(context: Context, query: dict[str, Any]) -> Answer:

@@ -21,6 +21,14 @@ export function keep(name, value) {
 
 let session = kept('session');
 export const sessionToken = () => session;
+// Set where the server has ended: what is not known is not asked for any more.
+let closed = false;
+export function close() { closed = true; }
+// Resolves once no answer is under way.
+let underWay = 0;
+export async function idle() {
+  do await new Promise((done) => setTimeout(done, 100)); while (underWay);
+}
 const headers = (more = {}) => ({ 'X-Scope-Session': session, ...more });
 
 export class ApiError extends Error {
@@ -54,7 +62,9 @@ export function get(name, query = {}, fresh = 0) {
     return known.promise;
   }
   const entry = { bytes: 2_000, promise: null };
-  entry.promise = load(url).then(
+  underWay += 1;
+  const answer = load(url).finally(() => { underWay -= 1; });
+  entry.promise = answer.then(
     ({ value, bytes, body }) => {
       if (body) remember(url, body);
       // The cache may have dropped it under way, and counts it no more.
@@ -93,6 +103,7 @@ export async function load(url) {
     const bytes = Uint8Array.from(atob(text.data), (each) => each.charCodeAt(0));
     return { value: text.binary ? unpack(bytes.buffer) : JSON.parse(new TextDecoder().decode(bytes)), bytes: bytes.length };
   }
+  if (closed) throw new ApiError('the run has ended', 0);
   const asked = async () => {
     const late = new AbortController();
     const timer = setTimeout(() => late.abort(), MOST_MS);

@@ -12,6 +12,10 @@ export function curve(path, statistic, run = null) {
   return ['series', { run, path, statistic, points: 600 }];
 }
 
+export function validation(run = null) {
+  return ['series', { run, path: '', statistic: 'validation_loss', points: 2000 }];
+}
+
 // Statistics whose vector is shown beside their curve.
 export const VECTORS = ['histogram', 'expert_load', 'outlier_channels'];
 

@@ -1,18 +1,25 @@
-// Curves of two runs on one axis. Each is thinned by itself, so that they have few steps in common.
+// Curves of several runs on one axis. Each is thinned by itself, so that they have few places in common.
 
-// Steps of the first run, those of the other between them, and both runs' values there: undefined where the other run
-// alone has the step, so that the curve goes on over it; what is not finite stays a gap.
-export function pair(steps, values, otherSteps, otherValues) {
-  const first = steps[0], last = steps[steps.length - 1];
-  const between = Array.from(otherSteps).filter((step) => step >= first && step <= last);
-  const x = [...new Set([...steps, ...between])].sort((a, b) => a - b);
-  return { x, one: over(x, steps, values), other: over(x, otherSteps, otherValues) };
+// All places of `curves` ({x, values, at: steps}) in order, and each curve's values there: undefined where another one
+// alone has the place, so that the curve goes on over it; what is not finite stays a gap. `at`: the first curve's steps.
+export function joined(curves) {
+  const x = [...new Set(curves.flatMap((curve) => Array.from(curve.x)))].sort((a, b) => a - b);
+  return { x, columns: curves.map((curve) => over(x, curve.x, curve.values)) };
 }
 
-function over(x, steps, values) {
+// Steps of the first run, those of the other between them, and both runs' values there.
+export function pair(steps, values, otherSteps, otherValues) {
+  const first = steps[0], last = steps[steps.length - 1];
+  const between = [], theirs = [];
+  otherSteps.forEach((step, index) => { if (step >= first && step <= last) { between.push(step); theirs.push(otherValues[index]); } });
+  const { x, columns } = joined([{ x: steps, values }, { x: between, values: theirs }]);
+  return { x, one: columns[0], other: columns[1] };
+}
+
+function over(x, places, values) {
   const known = new Map();
-  for (let i = 0; i < steps.length; i++) known.set(steps[i], values[i]);
-  return x.map((step) => known.get(step));
+  for (let i = 0; i < places.length; i++) known.set(places[i], values[i]);
+  return x.map((place) => known.get(place));
 }
 
 // The value of the last of `steps` (ascending) up to each of `x`.
@@ -27,4 +34,15 @@ export function carried(x, steps, values) {
 // Values for the plot: null is a gap, undefined no point.
 export function drawn(values, log = false) {
   return Array.from(values, (v) => (v === undefined || (Number.isFinite(v) && (!log || v > 0)) ? v : null));
+}
+
+// Exponential mean with the weight `share` of what came before, without a bias towards 0 at the begin.
+export function smoothed(values, share) {
+  let sum = 0, weight = 0;
+  return Array.from(values, (value) => {
+    if (!Number.isFinite(value)) return value;
+    sum = share * sum + (1 - share) * value;
+    weight = share * weight + (1 - share);
+    return sum / weight;
+  });
 }

@@ -1,6 +1,8 @@
 // One self-contained HTML file of what the page shows: its own code, and the answers that the views ask for.
 import { MOST_RAW_BYTES, keyOf, load, raw } from './api.js';
-import { VECTORS, canProject, curve, lossByPosition, loads, plane, slices, vectorAt, wholeTile } from './asked.js';
+import { VECTORS, canProject, curve, lossByPosition, loads, plane, slices, validation, vectorAt, wholeTile } from './asked.js';
+import { causalShape } from './places.js';
+import { saveText } from './save.js';
 import { place, shapeAt, ui, upTo } from './state.svelte.js';
 
 const MOST_BYTES = 48 * 2 ** 20;
@@ -41,6 +43,7 @@ export async function exportPage() {
     const paths = Object.entries(facts.names);
     const having = (statistic) => paths.filter(([, list]) => list.includes(statistic)).map(([path]) => path);
     await each([['steps', { points: 4000 }], ['alerts'], ['topology'], ['experts', {}], ['runs']], take);
+    if (facts.names['']?.includes('validation_loss')) await take(...validation());
     const loss = having('loss_per_position');
     if (loss.length) await take(...lossByPosition(loss[0]));
     const traced = facts.trace ? (await take('timeline_steps'))?.i : null;
@@ -56,8 +59,9 @@ export async function exportPage() {
     for (const step of steps) {
       for (const tensor of tensors) {
         const when = upTo(tensor.steps, step);
-        await take(...wholeTile(tensor.id, shapeAt(tensor, when), when, 'max'));
-        if (tensor.what !== 'attention') await take('summary', { tensor: tensor.id, step: when });
+        const shape = shapeAt(tensor, when);
+        await take(...wholeTile(tensor.id, tensor.what.startsWith('attention') ? causalShape(shape, tensor.index) : shape, when, 'max'));
+        if (!tensor.what.startsWith('attention')) await take('summary', { tensor: tensor.id, step: when });
       }
       const maps = new Set(tensors.filter((tensor) => tensor.what === 'attention').map((tensor) => upTo(tensor.steps, step)));
       for (const when of maps) await take('thumbs', { step: when, what: 'attention', side: 48 });
@@ -68,7 +72,7 @@ export async function exportPage() {
       for (const statistic of VECTORS) for (const path of having(statistic)) await take(...vectorAt(path, statistic, step));
     }
     for (const path of having('expert_load')) await take(...loads(path));
-    await save(await compose(kept, facts), `${facts.facts.name}-scope-step-${[...steps].pop() ?? 0}.html`);
+    saveText(await compose(kept, facts), `${facts.facts.name}-scope-step-${[...steps].pop() ?? 0}.html`, 'text/html');
     ui.message = { text: `${(size / 2 ** 20).toFixed(1)} MiB` };
   } catch (error) {
     ui.message = { bad: true, text: error.message };
@@ -100,14 +104,4 @@ async function compose(kept, facts) {
   return ['<!doctype html><html lang="en"><head><meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="', policy, '"><title>', title,
     ' · MegaScope</title><style>', style.replace(/<\/style/gi, ''), '</style></head><body><div id="page"></div><', 'script type="text/plain" id="archive">', packed,
     '</', 'script><', 'script type="module">', script, '</', 'script></body></html>'].join('');
-}
-
-async function save(text, name) {
-  const link = document.createElement('a');
-  link.href = URL.createObjectURL(new Blob([text], { type: 'text/html' }));
-  link.download = name.replace(/[^\w.-]/g, '_');
-  document.body.append(link);
-  link.click();
-  link.remove();
-  setTimeout(() => URL.revokeObjectURL(link.href), 60_000);
 }

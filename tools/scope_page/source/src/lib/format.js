@@ -46,8 +46,7 @@ export function micros(value) {
 }
 
 function trimmed(value, digits) {
-  const text = value.toPrecision(digits);
-  return text.includes('.') ? text.replace(/\.?0+$/, '') : String(Number(text));
+  return String(Number(value.toPrecision(digits)));
 }
 
 export function whole(value) {

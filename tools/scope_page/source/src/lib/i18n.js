@@ -36,6 +36,7 @@ const ZH = {
   slices: '片段', 'clock error': '时钟误差', 'Newest steps': '最新几步', Earlier: '更早', Later: '更晚', 'Steps shown': '显示步数',
   waiting: '等待中', acting: '作用中', over: '已结束', work: '计算', modules: '模块', device: '设备', microbatch: '微批', forward: '前向', backward: '反向', optimizer: '优化器', data: '数据', checkpoint: '检查点', other: '其他', pause: '暂停', layer: '层', module: '模块', collective: '集合通信', p2p: '点对点', kernel: '内核', 'weight_gradient': '权重梯度',
   'the session has ended': '会话已结束', 'this tab has no session': '此标签页没有会话', 'Open the page again with': '请重新打开：',
+  'Validation loss': '验证损失', Axis: '横轴', Smoothing: '平滑', none: '无', training: '训练', validation: '验证', time: '时间', 'nats per token': '每词元奈特', 'before clipping': '裁剪前', 'Record now': '立即记录', 'mean over heads': '各头均值', masked: '被掩蔽', 'a step looked at': '所看的步',
   Watch: '观察', Send: '发送', light: '浅色', dark: '深色', auto: '自动', Requests: '观察请求', value: '值', 'loss': '损失', entropy: '熵',
 };
 

@@ -63,3 +63,8 @@ export function lookup(low, scale, from, to, gamma, kind, dark) {
 export function css(number) {
   return `rgb(${number & 255} ${(number >> 8) & 255} ${(number >> 16) & 255})`;
 }
+
+// Cells that a mask leaves out: a grey that no palette has.
+export function maskedColour(dark) {
+  return dark ? 0xff44403c : 0xffd4d8da;
+}

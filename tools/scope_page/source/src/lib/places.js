@@ -15,3 +15,10 @@ export function columnAt(index) {
   const step = index.key_step ?? 1;
   return (column) => column * step;
 }
+
+// Shape of a causal attention map without the keys that come after its last query.
+export function causalShape(shape, index) {
+  const rows = shape.slice(0, -1).reduce((a, b) => a * b, 1), columns = shape[shape.length - 1];
+  const last = rowAt(index)(rows) - 1, step = index.key_step ?? 1;
+  return [...shape.slice(0, -1), Math.max(1, Math.min(columns, Math.floor(last / step) + 1))];
+}

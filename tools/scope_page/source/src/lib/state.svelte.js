@@ -1,6 +1,6 @@
 // What all views share: where we are (the address behind #), what is new, who may command.
 import { untrack } from 'svelte';
-import { archived, get, keep, kept, load, post, sessionToken } from './api.js';
+import { archived, close, get, idle, keep, kept, load, post, sessionToken } from './api.js';
 
 export const VIEWS = ['run', 'topology', 'timeline', 'model', 'tensor', 'attention', 'tokens', 'experts', 'generate', 'replay', 'lab'];
 
@@ -9,12 +9,14 @@ export const ui = $state({
   theme: stored('theme') || 'auto', language: stored('language') || (navigator.language.startsWith('zh') ? 'zh' : 'en'),
   help: false, asking: false, exporting: '', message: null, dark: false,
 });
-export const live = $state({ connected: false, revision: 0, dropped: 0, last: null, ended: false, alerts: 0, result: null, paused: false, state: null });
+export const live = $state({ connected: false, revision: 0, dropped: 0, last: null, ended: false, alerts: 0, result: null, paused: false, state: null, over: false, gone: false });
+// Part of each axis of curves that is looked at; all charts of an axis have the same.
+export const zoom = $state({ step: null, tokens: null, time: null });
 export const control = $state({ token: kept('control') });
 const holder = $state({ facts: null, error: null });
 export { holder as about };
 
-function stored(name) {
+export function stored(name) {
   try { return localStorage.getItem(`mt-scope-${name}`); } catch { return null; }
 }
 export function store(name, value) {
@@ -95,7 +97,7 @@ export function firstLike(tensor, step) {
 // that takes longer than the recording to grow would never be seen to answer.
 export function data(request, { growing = false } = {}) {
   let state = $state.raw({ value: null, error: null, loading: true });
-  let pending = null;
+  let pending = null, answered = '';
   function ask(wanted, fresh) {
     // Steps in a query move by themselves while the newest one is followed: the question stays the same.
     const steps = untrack(() => at.follows) ? { step: undefined, first: undefined, last: undefined } : {};
@@ -111,12 +113,14 @@ export function data(request, { growing = false } = {}) {
     const shown = (answer) => {
       if (pending !== mine) return;
       pending = null;
+      if (answer.value) answered = key;
       state = { ...answer, loading: false };
       if (mine.next) ask(...mine.next);
     };
     get(wanted[0], wanted[1] || {}, fresh).then(
       (value) => shown({ value, error: null }),
-      (error) => shown(mine.next ? { value: state.value, error: null } : { value: null, error }),
+      // What is drawn stays where the server has gone: only another question has no answer then.
+      (error) => shown(mine.next || (!error.status && answered === key && state.value) ? { value: state.value, error: null } : { value: null, error }),
     );
   }
   $effect(() => {
@@ -139,14 +143,21 @@ export function data(request, { growing = false } = {}) {
 
 // Run and notices.
 
+const FIRST_PAUSE_MS = 3_000; // Until the next try to connect; twice as long after each one.
+const FIRST_PICTURES = [['steps', { points: 4000 }], ['alerts'], ['tensors'], ['rows'], ['topology'], ['experts', {}], ['model', { statistic: 'activation_rms', points: 60 }]];
+
 export async function refresh() {
   try {
     holder.facts = await get('run', {}, live.revision);
     holder.error = null;
   } catch (error) {
-    holder.error = error;
+    if (error.status || !holder.facts) holder.error = error;
   }
 }
+
+// The command that opens this run's page again.
+export const folder = () => { const path = holder.facts?.facts.folder || 'RUN'; return /^[\w./+@%:=,-]+$/.test(path) ? path : `'${path.replaceAll("'", "'\\''")}'`; };
+export const reopen = () => `mt-megatron scope open ${folder()}`;
 
 function takeState(state) {
   if (!state) return;
@@ -156,6 +167,22 @@ function takeState(state) {
 
 let socket = null;
 let grown = false;
+let pauseMs = FIRST_PAUSE_MS;
+
+// The run has ended: take the last state of what is shown and the first picture of each other view, then leave.
+async function finish() {
+  live.revision += 1;
+  await refresh();
+  const fresh = live.revision;
+  const traced = holder.facts.trace ? get('timeline_steps', {}, fresh) : Promise.resolve(null);
+  const list = [...FIRST_PICTURES.map(([name, query]) => get(name, query, fresh)), get('runs'), traced];
+  await Promise.allSettled(list);
+  await idle();
+  live.over = true;
+  live.paused = false;
+  close();
+  socket?.close();
+}
 
 export function connect() {
   if (archived() || socket) return;
@@ -165,6 +192,8 @@ export function connect() {
     const event = JSON.parse(message.data);
     if (event.k === 'entered') {
       live.connected = true;
+      live.gone = false;
+      pauseMs = FIRST_PAUSE_MS;
       // Notices before it are lost: what was recorded meanwhile is asked for.
       grown = true;
       get('server', {}, Math.random()).then((server) => takeState(server.state), () => {});
@@ -172,6 +201,7 @@ export function connect() {
     }
     // All notices missed so far; those that an event 'lost' tells of are among them.
     if (event.browser_dropped) live.dropped = event.browser_dropped;
+    if (event.k === 'ended') finish();
     if (event.k === 'result') live.result = event;
     if (event.k === 'alert') live.alerts += 1;
     if (event.k === 'result' && event.id === 'state') takeState(event.value);
@@ -181,12 +211,16 @@ export function connect() {
   socket.onclose = async () => {
     live.connected = false;
     socket = null;
+    if (live.over) return;
     // A session that has ended never comes back: another link must be opened.
     live.ended = await Promise.race([
       load('server').then(() => false, (error) => error.status === 401),
       new Promise((done) => setTimeout(done, 5_000, false)),
     ]);
-    if (!live.ended) setTimeout(connect, 3_000);
+    if (live.ended) return;
+    live.gone = true;
+    setTimeout(connect, pauseMs);
+    pauseMs *= 2;
   };
 }
 
@@ -200,7 +234,8 @@ setInterval(() => {
 
 // Control.
 
-export async function command(what, args = {}) {
+// `quiet`: the caller shows what went wrong where it was asked for, so that no error is told twice.
+export async function command(what, args = {}, { quiet = false } = {}) {
   if (!control.token) {
     ui.asking = true;
     throw new Error('control token needed');
@@ -210,11 +245,11 @@ export async function command(what, args = {}) {
     if (answer.value && typeof answer.value.paused === 'boolean') live.paused = answer.value.paused;
     else if (answer.ok && what === 'pause') live.paused = true;
     else if (answer.ok && what === 'resume') live.paused = false;
-    if (!answer.ok) ui.message = { bad: true, text: answer.error };
+    if (!answer.ok && !quiet) ui.message = { bad: true, text: answer.error };
     return answer;
   } catch (error) {
     if (error.status === 403) { takeControl(''); ui.asking = true; }
-    ui.message = { bad: true, text: error.message };
+    if (!quiet) ui.message = { bad: true, text: error.message };
     throw error;
   }
 }
@@ -226,5 +261,5 @@ export function takeControl(token) {
 
 // A pause ends by itself where no controller says that it is there.
 setInterval(() => {
-  if (control.token && live.connected && live.paused) post('command', { do: 'hold', arguments: {} }, control.token).catch(() => {});
+  if (control.token && live.connected && live.paused && !live.over) post('command', { do: 'hold', arguments: {} }, control.token).catch(() => {});
 }, 30_000);
