@@ -91,7 +91,7 @@ def _by_command(config: Any, job: Any, trainable: Any) -> dict[str, Any]:
             num_microbatches=config.num_microbatches(1), micro_batch_size=MICRO_BATCH, seq_length=SEQUENCE
         )
         batches = [batches_of(job, 5, STEPS)]
-        forward_step = make_forward_step(family_of(config), job.backend.device())
+        forward_step = make_forward_step(family_of(config), job.backend.device(job.backend.current_device()))
         for iteration in range(1, STEPS + 1):
             observed.begin(iteration)
             result = train_step(
