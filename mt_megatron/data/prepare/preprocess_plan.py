@@ -23,6 +23,10 @@ from mt_megatron.errors import DataError
 _PLAN = "plan.json"
 _LOCK = ".lock"
 _WITHOUT_A_CHOICE = {"include_special_tokens": False, "split_special_tokens": True}
+_KEPT_BY = {
+    ("include_special_tokens", False): " (--tokenizer-hf-no-include-special-tokens keeps it)",
+    ("split_special_tokens", True): " (--split-special-tokens keeps it)",
+}
 
 
 def plan_of(options: PreprocessOptions, files: list[InputFile]) -> dict[str, Any]:
@@ -201,11 +205,13 @@ def require_unchanged(files: list[InputFile]) -> None:
 
 def _differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """What differs between two plans, in words; at most a few files are named."""
+    # Plans of earlier versions do not name the end of documents, and have no choice of special tokens.
+    unsaid = {"tokenizer_eod": now["options"].get("tokenizer_eod"), **_WITHOUT_A_CHOICE}
+    earlier = {name: before["options"].get(name, unsaid.get(name)) for name in now["options"]}
     found = [
-        f"{name} {before['options'].get(name)} -> {value}"
+        f"{name} {earlier[name]} -> {value}{_KEPT_BY.get((name, earlier[name]), '')}"
         for name, value in now["options"].items()
-        # Plans of earlier versions do not name the end of documents, and have no choice of special tokens.
-        if before["options"].get(name, {"tokenizer_eod": value, **_WITHOUT_A_CHOICE}.get(name)) != value
+        if earlier[name] != value
     ]
     old, new = ({file["path"]: file for file in plan["files"]} for plan in (before, now))
     for verb, names in (
