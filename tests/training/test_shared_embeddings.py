@@ -47,10 +47,6 @@ def test_shared_embeddings_train_save_resume_and_convert(trained: Any, name: str
     assert not any("error" in half for half in halves), halves
     steps = {**halves[0]["steps"], **halves[1]["steps"]}
     assert list(steps) == list(expected) == [str(step) for step in range(FIRST + 1, STEPS + 1)]
-    for step, (loss, norm, _) in expected.items():
-        assert steps[step][0] == pytest.approx(loss, rel=2e-6), step
-        # Torch sums 139,264 squares of one tensor in fp32.
-        assert steps[step][1] == pytest.approx(norm, rel=1e-4), step
     tensors = []
     for source in (folder / model, folder / name):
         made = converted(source, folder / f"{source.name}_published", "huggingface", prediction=False)
@@ -61,5 +57,10 @@ def test_shared_embeddings_train_save_resume_and_convert(trained: Any, name: str
                 for key, value in load_file(each).items()
             }
         )
+    # Torch sums the squares of a tensor in fp32, one by one.
+    rounding = 2**-24 * max(value.numel() for value in tensors[0].values()) ** 0.5
+    for step, (loss, norm, _) in expected.items():
+        assert steps[step][0] == pytest.approx(loss, rel=4e-6), step
+        assert steps[step][1] == pytest.approx(norm, rel=4 * rounding), step
     assert tensors[0].keys() == tensors[1].keys()
     assert max(float((tensors[1][key] - value).abs().max()) for key, value in tensors[0].items()) < 1e-4
