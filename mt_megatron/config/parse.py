@@ -218,8 +218,9 @@ def _fit_warmup(values: dict[str, Any], file: Mapping[str, Any], flags: Mapping[
             f"lr_warmup_iters {steps} of the file is not used: --lr-warmup-fraction {flags[share]} is given"
         ]
     before, now = (each.get("lr_decay_iters") or each.get("train_iters") for each in (file, values))
-    whole = all(isinstance(each, int) for each in (steps, before, now))
-    if not whole or not 0 < now <= steps < before:
+    if not (isinstance(steps, int) and isinstance(before, int) and isinstance(now, int)):
+        return []
+    if not 0 < now <= steps < before:
         return []
     values["lr_warmup_iters"] = steps * now // before
     return [
