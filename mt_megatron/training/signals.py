@@ -113,4 +113,11 @@ def _listen(reading: socket.socket, event: threading.Event) -> None:
 
 
 def _say(text: str) -> None:
-    os.write(2, f"\n{text}\n".encode())
+    """Write ``text`` to ``sys.stderr``, which a panel puts above itself. In a thread of its own: a terminal
+    that takes nothing may keep it, and the next signal is to be heard."""
+
+    def write() -> None:
+        with contextlib.suppress(OSError, ValueError):
+            print(f"\n{text}", file=sys.stderr, flush=True)
+
+    threading.Thread(target=write, name="signals-say", daemon=True).start()

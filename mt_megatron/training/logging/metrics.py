@@ -84,6 +84,12 @@ def metrics_path(config: TrainingConfig) -> Path | None:
     return None if config.checkpoint.save is None else Path(config.checkpoint.save) / DEFAULT_NAME
 
 
+def run_name(config: TrainingConfig) -> str | None:
+    """Name of the run's folder, where its records lie; None where none are kept."""
+    path = metrics_path(config)
+    return None if path is None else path.absolute().parent.name
+
+
 class Metrics:
     """JSONL records, appended one by one; a file of None records nothing.
 

@@ -18,7 +18,7 @@ from mt_megatron.errors import ConfigError
 from mt_megatron.seams import events
 from mt_megatron.training.distributed import Job
 from mt_megatron.training.logging.display import Display
-from mt_megatron.training.logging.metrics import Metrics, Records, Sink, metrics_path
+from mt_megatron.training.logging.metrics import Metrics, Records, Sink, metrics_path, run_name
 from mt_megatron.training.logging.picture import write_picture
 from mt_megatron.training.logging.tensorboard import TensorBoard
 from mt_megatron.training.logging.throughput import Peak, Window, peak_of
@@ -306,9 +306,7 @@ def device_state(backend: Backend) -> dict[str, Any]:
 
 
 def _title(config: TrainingConfig) -> str:
-    names = ["mt_megatron", config.model.preset or config.model.family]
-    if config.checkpoint.save is not None:
-        names.append(Path(config.checkpoint.save).name)
+    names = ["mt_megatron", config.model.preset or config.model.family, run_name(config)]
     return " · ".join(dict.fromkeys(name for name in names if name))
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from mt_megatron.config.schema import TrainingConfig
 from mt_megatron.errors import ConfigError
-from mt_megatron.training.logging.metrics import finite
+from mt_megatron.training.logging.metrics import finite, run_name
 from mt_megatron.training.logging.moe_metrics import LAYERS, scalars
 
 MISSING = (
@@ -60,8 +60,7 @@ class WeightsAndBiases:
             folder.mkdir(parents=True, exist_ok=True)
             self._run: Any = wandb.init(
                 project=logging.wandb_project,
-                name=logging.wandb_exp_name
-                or (Path(config.checkpoint.save).name if config.checkpoint.save else None),
+                name=logging.wandb_exp_name or run_name(config),
                 dir=str(folder),
                 mode=mode,
                 config=config.to_show().to_dict(),

@@ -8,6 +8,7 @@ import math
 import os
 import re
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mt_megatron.training import signals
 from mt_megatron.training.logging.display import (
     Display,
     LiveRegion,
@@ -302,3 +304,20 @@ def test_a_terminal_that_goes_away_gives_the_streams_back() -> None:
     assert sys.stdout is before
     region.print("x\n")
     region.close()
+
+
+def test_the_answer_to_a_ctrl_c_stays_above_the_panel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is said by the thread that hears signals, at any moment of a panel's life."""
+    stream = Terminal()
+    monkeypatch.setattr(sys, "stderr", stream)
+    region = LiveRegion(stream, lambda columns, rows: ("PANEL", 5), size=lambda: (80, 24))
+    region.draw()
+    signals._say("Ctrl-C: saving after this step")
+    for thread in threading.enumerate():
+        if thread.name == "signals-say":
+            thread.join(10)
+    region.close()
+    screen = Screen(80, 24)
+    screen.feed(stream.getvalue())
+    shown = [line for line in screen.logical if line]
+    assert shown == ["Ctrl-C: saving after this step", "PANEL"]

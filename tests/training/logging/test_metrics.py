@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from mt_megatron.config.parse import load_config
 from mt_megatron.errors import ConfigError
-from mt_megatron.training.logging.metrics import Metrics, perplexity
+from mt_megatron.training.logging.metrics import Metrics, perplexity, run_name
 from mt_megatron.training.logging.quantities import duration
 from tests.launch import ROOT
 from tests.locks import locked_by_another
@@ -100,3 +101,16 @@ def test_duration(seconds: float, text: str) -> None:
 def test_perplexity_does_not_overflow() -> None:
     assert perplexity(0.0) == 1.0
     assert perplexity(1e4) == float("inf")
+
+
+@pytest.mark.parametrize(
+    "flags,name",
+    [
+        ("--save runs/llama/checkpoints --metrics-path runs/llama/metrics.jsonl", "llama"),
+        ("--save runs/first", "first"),
+        ("", None),
+    ],
+)
+def test_a_run_is_named_after_its_folder(flags: str, name: str | None) -> None:
+    """Not after that of its checkpoints, which every launch script calls alike."""
+    assert run_name(load_config(["--model", "llama3_tiny", *flags.split()])) == name
