@@ -17,10 +17,24 @@ from mt_megatron.planning.validate.environment import check_environment
 from mt_megatron.training.init_from_hf import load_run
 from mt_megatron.training.validate import validate
 
+COMMON = """common options:
+  model      --model NAME  --config FILE  --init-from-hf FOLDER
+  data       --train-data-path PREFIX  --valid-data-path PREFIX  --tokenizer-model FILE  --mock-data
+  length     --train-iters N  --seq-length N  --micro-batch-size N  --global-batch-size N
+  learning   --lr X  --min-lr X  --lr-warmup-iters N  --lr-decay-style STYLE  --weight-decay X
+  parallel   --tensor-model-parallel-size N  --pipeline-model-parallel-size N  --context-parallel-size N
+             --expert-model-parallel-size N  --sequence-parallel  --use-distributed-optimizer
+  precision  --bf16  --fp8-recipe NAME  --recompute-granularity full|selective
+  saving     --save FOLDER  --save-interval N  --eval-interval N  --load FOLDER
+  machine    --backend cpu|cuda|musa  --scan LEVEL  --scope MODE"""
+"""Options that most runs set, by group."""
+
 
 class _ListOptions(argparse.Action):
-    def __call__(self, parser: argparse.ArgumentParser, *ignored: Any) -> None:
-        print(option_help())
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, word: Any, *ignored: Any
+    ) -> None:
+        print(option_help(word))
         parser.exit()
 
 
@@ -37,7 +51,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         description="Train a model on prepared data. Alone it is a run of one process; torchrun starts\n"
         "several. Options are Megatron-Core's field names and Megatron-LM 0.9's argument names, over a\n"
         "YAML file (--config FILE), over a preset (--model NAME); --list-options and --list-models name\n"
-        "them all.",
+        "them all.\n\n" + COMMON,
         epilog="example:\n"
         "  mt-megatron prepare --output data\n"
         "  torchrun --nproc-per-node 2 -m mt_megatron.cli pretrain --model llama3_tiny \\\n"
@@ -47,7 +61,13 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "exit codes: 0 trained, or ended as asked; 1 a problem was found; 2 wrong use; 75 a rank is stuck\n"
         "or gone; 79 a straggler was confirmed (--scan-on-straggler)",
     )
-    parser.add_argument("--list-options", action=_ListOptions, nargs=0, help="print every option and stop")
+    parser.add_argument(
+        "--list-options",
+        action=_ListOptions,
+        nargs="?",
+        metavar="WORD",
+        help="print every option, or those with WORD in their name or meaning, and stop",
+    )
     parser.add_argument(
         "--list-models", action=_ListModels, nargs=0, help="print every preset of --model and stop"
     )

@@ -117,7 +117,8 @@ _REASONS: tuple[tuple[str, str], ...] = (
     ("name the checkpoint's directory with --resume DIR", "ckpt-step"),
     ("checkpoints are always whole (weights, optimizer, RNG); leave it out", "no-save-optim no-save-rng"),
     (
-        "a checkpoint is always loaded whole (weights, optimizer, RNG) in this version; leave it out",
+        "--load DIR alone takes the weights and begins a new run, --resume continues one whole (weights, "
+        "optimizer, RNG); use --load and leave it out",
         "no-load-optim no-load-rng finetune",
     ),
     ("use --load", "pretrained-checkpoint"),
@@ -180,6 +181,28 @@ RENAMED: Mapping[str, str] = {
     "q-rms-recompute": "the nearest is --recompute-mla-up-proj; or leave it out",
 }
 """MT-MegatronLM's own arguments that have another name in Megatron-Core and here."""
+
+
+_BATCH = "use --micro-batch-size (sequences of one model at a time) and --global-batch-size (of a step)"
+_LENGTH = "use --train-iters N, steps, or --train-samples N, sequences; an epoch has the length of the data"
+
+ELSEWHERE: Mapping[str, str] = {
+    "learning-rate": "use --lr",
+    "epochs": _LENGTH,
+    "num-epochs": _LENGTH,
+    "num-train-epochs": _LENGTH,
+    "max-steps": "use --train-iters",
+    "batch-size": _BATCH,
+    "per-device-train-batch-size": _BATCH,
+    "gradient-accumulation-steps": "it is --global-batch-size over --micro-batch-size and the data-parallel "
+    "size",
+    "warmup-steps": "use --lr-warmup-iters",
+    "output-dir": "use --save",
+    "max-seq-length": "use --seq-length",
+    "dryrun": "use --dry-run with a launch script, or --print-config here",
+    "dry-run": "a launch script has it; here use --print-config, or mt-megatron plan",
+}
+"""Names that other trainers have for what is here -> what to use."""
 
 
 @dataclass(frozen=True, kw_only=True)

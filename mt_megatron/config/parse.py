@@ -14,7 +14,7 @@ from typing import Any, get_args, get_origin
 import yaml
 
 from mt_megatron.config import presets
-from mt_megatron.config.megatron_lm_arguments import ALIASES, REFUSED, RENAMED, SET, Alias
+from mt_megatron.config.megatron_lm_arguments import ALIASES, ELSEWHERE, REFUSED, RENAMED, SET, Alias
 from mt_megatron.config.resolve import assemble
 from mt_megatron.config.schema import TrainingConfig
 from mt_megatron.config.types import (
@@ -176,12 +176,13 @@ class Samples:
 
 
 def divide_samples(values: dict[str, Any], problems: list[str]) -> list[str]:
-    """Put steps in the place of every ``Samples`` in ``values``, rounded down as Megatron-LM does.
+    """Put steps in the place of every ``Samples`` in ``values``. As in Megatron-LM, the steps of the run are
+    rounded down and the schedule of the learning rate is not: it ends within a step.
 
     Returns a line about each for the log; what cannot be divided goes to ``problems``.
     """
     notes = []
-    for name, given in values.items():
+    for name, given in list(values.items()):
         if not isinstance(given, Samples):
             continue
         option = options()[name]
@@ -192,13 +193,16 @@ def divide_samples(values: dict[str, Any], problems: list[str]) -> list[str]:
                 f"{given.where} counts samples, which --rampup-batch-size takes in steps of changing size; "
                 f"expected {option.flag}."
             )
-        elif not isinstance(batch, int) or batch < 1 or (name != "lr_warmup_iters" and given.count < batch):
+        elif not isinstance(batch, int) or batch < 1 or (name == "train_iters" and given.count < batch):
             problems.append(
                 f"{given.where} is {given.count}; expected at least one global batch of {batch} samples. "
                 "Change it or --global-batch-size."
             )
         else:
-            values[name] = given.count // batch
+            exact = given.count / batch if given.count % batch else given.count // batch
+            values[name] = given.count // batch if name == "train_iters" else exact
+            if name == "train_iters" and values.get("lr_decay_iters") is None:
+                values["lr_decay_iters"] = exact if given.count % batch else None
             notes.append(
                 f"{given.where} {given.count}: {option.flag} {values[name]}, as a step takes {batch} samples"
             )
@@ -218,14 +222,14 @@ def _fit_warmup(values: dict[str, Any], file: Mapping[str, Any], flags: Mapping[
             f"lr_warmup_iters {steps} of the file is not used: --lr-warmup-fraction {flags[share]} is given"
         ]
     before, now = (each.get("lr_decay_iters") or each.get("train_iters") for each in (file, values))
-    if not (isinstance(steps, int) and isinstance(before, int) and isinstance(now, int)):
+    if not (isinstance(steps, int) and isinstance(before, int | float) and isinstance(now, int | float)):
         return []
     if not 0 < now <= steps < before:
         return []
-    values["lr_warmup_iters"] = steps * now // before
+    values["lr_warmup_iters"] = int(steps * now // before)
     return [
         f"lr_warmup_iters {steps} -> {values['lr_warmup_iters']}: its share of the file's {before} "
-        f"steps, as this run's schedule has {now} steps; --lr-warmup-iters sets it"
+        f"steps, as this run's schedule has {now:g} steps; --lr-warmup-iters sets it"
     ]
 
 
@@ -284,18 +288,26 @@ def load_config(
     return assemble(values, (*notes, *counted))
 
 
-def option_help() -> str:
-    """Every option with its section, type, default and meaning, as text for a terminal."""
+def option_help(word: str | None = None) -> str:
+    """Every option with its section, type, default and meaning, as text for a terminal; with ``word`` those
+    whose section, name or meaning has it. Raises ``ConfigError`` where none has."""
+    wanted = (word or "").lower().lstrip("-")
     lines = []
     for section in SECTIONS:
-        lines.append(f"{section}:")
+        shown = []
         for option in options().values():
-            if option.section == section:
+            text = f"{option.section} {option.flag} {option.name} {option.doc}"
+            if option.section == section and wanted in text.lower():
                 switch = f" | --no-{option.flag[2:]}" if option.is_bool else ""
-                lines.append(f"  {option.flag}{switch}  ({type_text(option.type)}; default {option.default})")
-                lines.append(f"      {option.doc}")
-    lines.append("Megatron-LM's own names that are understood as well:")
-    lines.append("  " + " ".join(f"--{name}" for name in ALIASES))
+                shown.append(f"  {option.flag}{switch}  ({type_text(option.type)}; default {option.default})")
+                shown.append(f"      {option.doc}")
+        lines += [f"{section}:", *shown] if shown else []
+    if aliases := [f"--{name}" for name in ALIASES if wanted in name]:
+        lines.append("Megatron-LM's own names that are understood as well:")
+        lines.append("  " + " ".join(aliases))
+    if not lines:
+        dashed = wanted.replace("_", "-")
+        raise ConfigError(f"--list-options {word}: {_unknown(f'with {word!r}', dashed)}")
     return "\n".join(lines)
 
 
@@ -509,7 +521,7 @@ def check_names(argv: Sequence[str], more: Sequence[str]) -> None:
         name = dashed.replace("-", "_")
         if not word.startswith("--") or not dashed or name in options() or dashed in ALIASES:
             continue
-        if dashed in REFUSED or dashed in RENAMED or name in NOT_SETTABLE or name.startswith("no_"):
+        if dashed in {*REFUSED, *RENAMED, *ELSEWHERE} or name in NOT_SETTABLE or name.startswith("no_"):
             continue
         known = [*more, *ALIASES, *(option.flag[2:] for option in options().values()), "config"]
         if near(dashed, known)[:1] and near(dashed, known)[0] in more:
@@ -525,6 +537,8 @@ def _unknown(shown: str, dashed: str, section: str | None = None) -> str:
         return f"{shown} is an argument of Megatron-LM 0.9 that is refused: {refused}."
     if dashed in RENAMED:
         return f"{shown} is an argument of MT-MegatronLM: {RENAMED[dashed]}."
+    if dashed in ELSEWHERE:
+        return f"there is no option {shown}: {ELSEWHERE[dashed]}."
     if name in NOT_SETTABLE:
         return f"{shown} is a field of Megatron-Core that cannot be set: {NOT_SETTABLE[name]}."
     candidates = list(ALIASES)

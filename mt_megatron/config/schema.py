@@ -188,10 +188,11 @@ class TrainConfig:
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "linear"
     """Shape of the learning rate after warm-up."""
 
-    lr_decay_iters: int | None = None
-    """Steps until the learning rate reaches ``min_lr``. None: ``train_iters``."""
+    lr_decay_iters: int | float | None = None
+    """Steps until the learning rate reaches ``min_lr``; part of a step is that part of its samples. None:
+    ``train_iters``."""
 
-    lr_warmup_iters: int | None = None
+    lr_warmup_iters: int | float | None = None
     """Steps of linear warm-up. None: a hundredth of ``lr_decay_iters``, at most 2,000."""
 
     lr_warmup_fraction: float | None = None

@@ -134,6 +134,20 @@ CHOICES: Mapping[str, Any] = {
 }
 """Core fields whose upstream annotation is wider than what upstream accepts, or is a callable."""
 
+_DEFAULTS_TO = re.compile(r"\s*(Defaults? to|The default is) [^.]*\.")
+
+CORRECTED: Mapping[str, str] = {
+    "gradient_accumulation_fusion": "Whether the product that computes a weight's gradient adds it to "
+    "``main_grad``. It needs no extra package here.",
+    "fp8": "Names a recipe by its format: e4m3 for all tensors, or hybrid with e5m2 for outputs' gradients. "
+    "It needs no Transformer Engine here; ``fp8_recipe`` names more recipes.",
+    "moe_grouped_gemm": "Whether a layer's local experts are computed by one grouped product. It needs no "
+    "extra package here. None: where the model has experts.",
+    "use_cpu_initialization": "Whether weights are drawn on the host, which gives the same ones for every "
+    "tensor-parallel size, and takes longer.",
+}
+"""Meanings that Megatron-Core's own texts state otherwise: name -> text."""
+
 DEFAULTS: Mapping[str, Any] = {
     "init_method": "normal",
     "output_layer_init_method": "scaled_normal",
@@ -219,7 +233,8 @@ class Option:
     def doc(self) -> str:
         """Meaning on one line. Help alone asks for it, so other commands do not read our source."""
         if isinstance(self.described, str):
-            return self.described
+            # The default that upstream's text ends with may be another one here, and is printed anyway.
+            return CORRECTED.get(self.name, _DEFAULTS_TO.sub("", self.described).strip())
         return _field_docs(self.described).get(self.name, "")
 
     @property

@@ -13,7 +13,9 @@ import pytest
 import yaml
 
 from mt_megatron.cli.main import main
+from mt_megatron.cli.pretrain import COMMON
 from mt_megatron.config import presets
+from mt_megatron.config.types import options
 from tests.launch import ROOT, run_command
 from tests.training.loop_cases import MODEL, TRAINING
 
@@ -49,8 +51,15 @@ def test_wrong_use_is_said_without_a_traceback(words: tuple[str, ...], message: 
 
 
 def test_options_and_configuration_are_printed() -> None:
-    options = command("--list-options")
-    assert options.returncode == 0 and "--tensor-model-parallel-size" in options.stdout
+    everything = command("--list-options")
+    assert everything.returncode == 0 and "--tensor-model-parallel-size" in everything.stdout
+    some = command("--list-options", "warmup")
+    assert some.returncode == 0 and len(some.stdout.splitlines()) < 20 and "--lr-warmup-iters" in some.stdout
+    none = command("--list-options", "warmupp")
+    assert none.returncode == 2 and "Traceback" not in none.stderr
+    shown = {each[2:].replace("-", "_") for each in re.findall(r"--[a-z][a-z0-9-]*", COMMON)}
+    assert shown - {"model", "config"} <= {*options()}
+    assert COMMON.splitlines()[1] in command("--help").stdout
     printed = command("--model", "llama3_tiny", "--lr", "1e-3", "--print-config")
     assert printed.returncode == 0
     assert yaml.safe_load(printed.stdout)["optimizer"]["lr"] == 1e-3

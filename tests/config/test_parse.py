@@ -307,16 +307,15 @@ def test_what_is_shown_of_it_holds_no_secret() -> None:
 
 
 def test_samples_are_divided_by_the_global_batch(tmp_path: Path) -> None:
-    """Rounded down, as Megatron-LM does; the batch may be given before, after or in the file."""
+    """Steps are rounded down and the schedule is not, as in Megatron-LM; the batch may be given before,
+    after or in the file."""
     path = tmp_path / "run.yaml"
     path.write_text("train: {global_batch_size: 8, train_iters: 3}\n")
     words = ["--train-samples", "1007", "--lr-decay-samples", "800", "--lr-warmup-samples", "4"]
     config = load_config(words, yaml_path=path)
-    assert (config.train.train_iters, config.train.lr_decay_iters, config.train.lr_warmup_iters) == (
-        125,
-        100,
-        0,
-    )
+    train = config.train
+    assert (train.train_iters, train.lr_decay_iters, train.lr_warmup_iters) == (125, 100, 0.5)
+    assert load_config(words[:2], yaml_path=path).train.lr_decay_iters == 1007 / 8
     assert any("--train-samples 1007: --train-iters 125" in note for note in config.notes)
     assert load_config([*words, "--global-batch-size", "100"], yaml_path=path).train.train_iters == 10
     assert load_config([*words, "--train-iters", "7"], yaml_path=path).train.train_iters == 7
@@ -375,3 +374,27 @@ def test_the_examples_take_any_number_of_steps(path: Path) -> None:
     for steps in (1, 30, 50, 5000):
         config = load_config(["--train-iters", str(steps)], path)
         assert not any("warmup" in line for line in problems(config, world_size=2, check_files=False))
+
+
+@pytest.mark.parametrize(
+    ("word", "says"),
+    [
+        ("--learning-rate", "use --lr"),
+        ("--epochs", "use --train-iters N"),
+        ("--dryrun", "--print-config"),
+        ("--finetune", "--load DIR alone takes the weights"),
+        ("--no-load-optim", "--load DIR alone takes the weights"),
+    ],
+)
+def test_names_of_other_trainers_are_answered(word: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        load_config([word, "3"])
+
+
+def test_upstreams_texts_do_not_contradict_what_is_printed_beside_them() -> None:
+    for option in options().values():
+        if option.core:
+            assert not re.search(r"(?i)defaults? (to|is) ", option.doc), option.name
+            assert not re.search(r"(?i)must install|pip install|Requires the custom CUDA", option.doc), (
+                option.name
+            )

@@ -83,6 +83,18 @@ def test_wsd_is_continued_in_every_phase(at: int) -> None:
         second.step(BATCH)
 
 
+def test_a_schedule_in_samples_ends_within_a_step() -> None:
+    """Megatron-LM's scheduler counts samples: 1,007 of them, of which 30 warm up, in steps of 8."""
+    flags = "--lr 1e-2 --min-lr 0 --global-batch-size 8 --train-samples 1007 --lr-warmup-samples 30"
+    group = SimpleNamespace(param_groups=[{"max_lr": 1e-2, "min_lr": 0.0}])
+    scheduler = build_scheduler(load_config(flags.split()), group, 8)
+    for step in range(126):
+        samples = 8 * step
+        share = samples / 30 if samples <= 30 else (1007 - samples) / (1007 - 30)
+        assert learning_rate(group) == pytest.approx(1e-2 * share, rel=1e-9)
+        scheduler.step(8)
+
+
 @pytest.mark.parametrize(
     ("flags", "steps"),
     [
