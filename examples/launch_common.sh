@@ -56,7 +56,7 @@ find_base_python() {
 }
 
 # Sets PYTHON to one that has mt_megatron; makes the environment .venv when there is none.
-# ENV_EXTRAS: extras of the package to install with it, [scope] for the live page where none are named.
+# ENV_EXTRAS: extras of the package to install with it, [scan,scope] for `scan sql` and the live page where none are named.
 ensure_environment() {
     local venv="$REPO_ROOT/.venv" base
     if [[ -n ${PYTHON:-} ]]; then
@@ -112,7 +112,8 @@ install_environment() {
     # torch first: with it in place the rest cannot choose another build.
     act "$venv/bin/python" -m pip install --disable-pip-version-check "${TORCH_SPEC:-torch<=2.13.0}" ||
         die "torch could not be installed; set TORCH_SPEC to the version or wheel that this machine needs"
-    act "$venv/bin/python" -m pip install --disable-pip-version-check -e "$REPO_ROOT${ENV_EXTRAS-[scope]}" ||
+    act "$venv/bin/python" -m pip install --disable-pip-version-check \
+        -e "$REPO_ROOT${ENV_EXTRAS-[scan,scope]}" ||
         die "mt_megatron could not be installed; see pip's message above"
 }
 
