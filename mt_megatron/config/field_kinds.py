@@ -108,7 +108,7 @@ _DECLARED: Mapping[Kind, str] = {
         backend distributed_timeout_minutes watchdog_seconds cpu_threads cpu_bf16_products strict check_memory
         print_config
         scan scan_window scan_dir scan_alerts scan_webhook scan_prometheus_port scan_prometheus_address
-        scan_prometheus_hosts scan_group_readable scan_on_straggler
+        scan_prometheus_hosts scan_group_readable scan_retain_mib scan_on_straggler
         scope scope_interval scope_watch scope_port scope_sink scope_lab scope_retain_mib scope_dir
         scope_pause_minutes
     """,

@@ -42,6 +42,9 @@ class ScanConfig:
     """Whether the group of the trace's folder may read the trace and what is made of it (folders 0750, files
     0640). False: the owner alone (0700, 0600)."""
 
+    scan_retain_mib: int = 1024
+    """Size of a rank's trace in MiB; beyond it the oldest files go first."""
+
     scan_on_straggler: Literal["continue", "checkpoint-and-exit"] = "continue"
     """What follows when a slow rank was found and a measurement confirmed it. checkpoint-and-exit: save, end
     with code 79, and list its host for ``mt-megatron launch --exclude-hosts``."""

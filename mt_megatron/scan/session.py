@@ -62,6 +62,7 @@ class Session:
         alerting: Alerting | None = None,
         on_straggler: OnStraggler = "continue",
         group_readable: bool = False,
+        retain_mib: int = 1024,
         facts: Mapping[str, Any] | None = None,
         modules: Sequence[Any] = (),
         samples: Mapping[str, Callable[[], float | None]] | None = None,
@@ -71,8 +72,9 @@ class Session:
         """Nothing happens before ``start``.
 
         ``alerting`` None: no process watches. ``group_readable``: the trace, and what is made of it later, is
-        for the folder's group too. ``facts`` go into ``run.json`` (``num_microbatches``, the
-        model ...), ``modules`` are the model's chunks, whose submodules level ``full`` records;
+        for the folder's group too. ``retain_mib``: bound of this rank's files, in MiB. ``facts`` go into
+        ``run.json`` (``num_microbatches``, the model ...), ``modules`` are the model's chunks, whose
+        submodules level ``full`` records;
         ``samples`` are read at every flush, in the background, as counters of these names.
         ``say`` gets a line where something is worth one. ``place``: of this rank, where its groups are not
         in the order of ``layout``.
@@ -90,6 +92,7 @@ class Session:
         self._alerting = alerting
         self._on_straggler: OnStraggler = on_straggler
         self._group_readable = group_readable
+        self._retain_mib = retain_mib
         self._facts = dict(facts or {})
         self._modules = tuple(modules)
         self._samples = dict(samples or {})
@@ -188,6 +191,7 @@ class Session:
                 "device_type": self._backend.device_type,
             },
             telemetry=partial(self._backend.telemetry, self._backend.current_device()),
+            most_bytes=self._retain_mib << 20,
         )
         self.recorder = recorder
         depth = Depth(recorder, self._backend, self._modules)
@@ -265,6 +269,7 @@ def session(
     watch: bool = True,
     alerting: Alerting | None = None,
     group_readable: bool = False,
+    retain_mib: int = 1024,
     modules: Sequence[Any] = (),
 ) -> Iterator[Session]:
     """Trace the block, on every rank of the job; the trace lies in ``run``/scan.
@@ -272,8 +277,8 @@ def session(
     Enter it at the same point of the program on every rank, after the process group and Megatron's
     groups exist (if they ever will) and with ``mt_megatron.patch()`` done, without which there are no
     events but one's own. ``modules``: the model's chunks, for level ``full``. ``watch``: whether a
-    process beside rank 0 says who holds the run up. ``group_readable``: as of ``Session``. Raises
-    ``ConfigError`` for a level or window that does not exist, and nothing else.
+    process beside rank 0 says who holds the run up. ``group_readable``, ``retain_mib``: as of
+    ``Session``. Raises ``ConfigError`` for a level or window that does not exist, and nothing else.
     """
     rank, layout, place = _this_rank()
     traced = Session(
@@ -286,6 +291,7 @@ def session(
         window=window,
         alerting=(alerting or Alerting()) if watch else None,
         group_readable=group_readable,
+        retain_mib=retain_mib,
         modules=modules,
     )
     traced.start()

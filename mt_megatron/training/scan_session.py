@@ -94,6 +94,7 @@ def tracing_of(
             alerting=alerting if scan.scan_alerts else None,
             on_straggler=scan.scan_on_straggler,
             group_readable=scan.scan_group_readable,
+            retain_mib=scan.scan_retain_mib,
             facts={
                 "num_microbatches": num_microbatches,
                 "model": {

@@ -170,6 +170,7 @@ def scope_problems(config: TrainingConfig, *, packages: bool = True) -> list[str
     for name, value, unit in (
         ("scope_interval", scope.scope_interval, "steps"),
         ("scope_retain_mib", scope.scope_retain_mib, "MiB"),
+        ("scan_retain_mib", config.scan.scan_retain_mib, "MiB"),
     ):
         if value < 1:
             found.append(f"{name} is {value}; expected at least 1 {unit}. Set --{name.replace('_', '-')}.")

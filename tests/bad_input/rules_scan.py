@@ -28,6 +28,12 @@ def scan_options_without_scan(case: Case, rng: Random) -> Promise:
 
 
 @rule
+def a_trace_of_no_size(case: Case, rng: Random) -> Promise:
+    case["scan_retain_mib"] = rng.choice([0, -1, -1024])
+    return promise("scan_retain_mib", "expected at least 1 MiB")
+
+
+@rule
 def alerts_to_nobody(case: Case, rng: Random) -> Promise:
     case["scan_alerts"] = False
     name, value = rng.choice(TOLD)

@@ -140,7 +140,7 @@ def test_slurm_hands_every_option_on(
 def test_slurm_starts_one_task_on_each_node_which_meet_at_the_first(stand_ins: Path, tmp_path: Path) -> None:
     found = run_slurm(slurm_script(JOB, SlurmOptions()), stand_ins, tmp_path)
     command = " ".join(found[: found.index("--")])
-    assert command.startswith("--nodes=2 --ntasks=2 --ntasks-per-node=1 --kill-on-bad-exit=1 python -m ")
+    assert command.startswith("--nodes=2 --ntasks=2 --ntasks-per-node=1 --export=ALL --kill")
     assert "--nodes 2 --gpus-per-node 8 --max-restarts 3" in command
     assert "--master-addr n1 --master-port 20007 --rendezvous-id 7.0" in command
 
@@ -149,6 +149,12 @@ def test_slurm_gives_the_task_the_cores_of_the_job(stand_ins: Path, tmp_path: Pa
     """``srun`` of Slurm 22.05 and later does not take them over from ``sbatch``."""
     found = run_slurm(slurm_script(JOB, SlurmOptions(cpus_per_node=64)), stand_ins, tmp_path)
     assert "--cpus-per-task=64" in found[: found.index("--kill-on-bad-exit=1")]
+
+
+def test_slurm_hands_the_script_s_variables_on(stand_ins: Path, tmp_path: Path) -> None:
+    """``srun`` of a job that was submitted with ``--export=NONE`` does not."""
+    found = run_slurm(slurm_script(JOB, SlurmOptions()), stand_ins, tmp_path)
+    assert "--export=ALL" in found[: found.index("--kill-on-bad-exit=1")]
 
 
 def directives(script: str) -> dict[str, str]:

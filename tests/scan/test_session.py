@@ -54,6 +54,16 @@ def test_a_block_is_traced_and_nothing_stays(tmp_path: Path) -> None:
     assert facts["world_size"] == 1 and facts["ranks"][0]["rank"] == 0 and facts["backend"]
 
 
+def test_a_rank_s_files_stay_at_their_bound(tmp_path: Path) -> None:
+    """10 MB of spans: the oldest files go."""
+    with session(tmp_path, watch=False, retain_mib=1):
+        for number in range(60_000):
+            with events.span("data", iteration=number):
+                pass
+    (folder,) = (tmp_path / "scan").glob("rank-*")
+    assert 2**19 < sum(path.stat().st_size for path in folder.glob("*.scan")) <= 2**20
+
+
 def test_each_session_is_told_from_the_one_before(tmp_path: Path) -> None:
     for first in (1, 4):
         with session(tmp_path, watch=False):

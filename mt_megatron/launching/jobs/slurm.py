@@ -127,7 +127,9 @@ step="" stopped=0
 # The time is nearly over: training saves and ends by itself.
 trap 'stopped=1; [[ -z $step ]] || kill -USR1 "$step"' USR1
 trap '[[ -z $step ]] || kill -TERM "$step"' TERM
-srun --nodes={nodes} --ntasks={nodes} --ntasks-per-node=1{cpus} --kill-on-bad-exit=1 "${{command[@]}}" &
+# A job that was submitted with --export=NONE, or on a site where that is usual, would hand nothing on.
+srun --nodes={nodes} --ntasks={nodes} --ntasks-per-node=1{cpus} --export=ALL --kill-on-bad-exit=1 \\
+    "${{command[@]}}" &
 step=$!
 while kill -0 "$step" 2>/dev/null; do
     # A signal ends the wait, not what is waited for.

@@ -232,6 +232,7 @@ class Control:
         if failure is not None:
             ended.require_all(failure)
         (failed,) = self._trainer.sum_over_ranks([float(problem is not None)])
+        ended.forget()
         if failed and problem is None:
             problem = f"{command.do} failed on another rank; its log says why"
         if self._is_main:

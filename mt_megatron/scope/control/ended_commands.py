@@ -36,6 +36,11 @@ class EndedCommand:
         if self._store is not None:
             self._store.set(f"{self._key}/{dist.get_rank()}", b"out")
 
+    def forget(self) -> None:
+        """All ranks know how it ended, by a collective since: nobody looks for this rank's word any more."""
+        if self._store is not None:
+            self._store.delete_key(f"{self._key}/{dist.get_rank()}")
+
     def require_all(self, error: BaseException) -> None:
         """Return when all ranks are out of the command that failed here with ``error``. Raises
         MtMegatronError, which ends the run, where some are not within ``SECONDS``."""

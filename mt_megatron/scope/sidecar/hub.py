@@ -1,6 +1,7 @@
 """Hub between the page and the sidecar: events as they happen, commands, requests, bookmarks.
 
-All of it belongs to one asyncio loop; ``Hub.publish_soon`` alone may be called from other threads.
+All of it belongs to one asyncio loop; ``Hub.publish_soon`` and what changes files, ``Hub.set_requests``, may
+be called from other threads.
 
 Events are plain maps with the key ``k``:
 
@@ -34,13 +35,7 @@ from typing import Any
 
 from mt_megatron.errors import ScopeError
 from mt_megatron.scope.format.frames import FrameError
-from mt_megatron.scope.recording.files import (
-    Bookmark,
-    ScopeFiles,
-    add_bookmark,
-    read_requests,
-    write_requests,
-)
+from mt_megatron.scope.recording.files import ScopeFiles, read_requests, write_requests
 
 Event = Mapping[str, Any]
 
@@ -224,16 +219,11 @@ class Hub:
         return read_requests(self.files)
 
     def set_requests(self, texts: Sequence[str]) -> None:
-        """Ask the ranks of all nodes for ``texts`` instead. Raises ``ScopeError`` for too many or too long
-        texts and ``OSError`` where the file cannot be written."""
+        """Ask the ranks of all nodes for ``texts`` instead; any thread, since files may wait. Raises
+        ``ScopeError`` for too many or too long texts and ``OSError`` where the file cannot be written."""
         write_requests(self.files, texts)
-        self._requests_changed()
-
-    def bookmark(self, step: int, text: str) -> Bookmark:
-        """Mark a step. Raises as ``recording.files.add_bookmark``."""
-        mark = add_bookmark(self.files, step, text)
-        self.publish({"k": "bookmark", **asdict(mark)})
-        return mark
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._requests_changed)
 
     # For the sidecar.
 

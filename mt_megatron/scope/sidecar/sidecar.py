@@ -191,16 +191,25 @@ class _Requests:
         self._say = say
         self._seen: tuple[int, int, int] | None = None
         self._texts: list[str] = []
-
-    async def poll(self) -> None:
-        """Look each second."""
-        while True:
-            self.look()
-            await asyncio.sleep(POLL_SECONDS)
+        self._changed = asyncio.Event()
 
     def look(self) -> None:
-        """Read the file if it changed; a deleted one takes all requests back. A damaged one is told and
-        changes nothing."""
+        """Look at once."""
+        self._changed.set()
+
+    async def poll(self) -> None:
+        """Look each second. A file system that does not answer holds up a thread, not the ranks' frames."""
+        while True:
+            self._changed.clear()
+            texts = await asyncio.to_thread(self._read)
+            if texts is not None and texts != self._texts:
+                self._take(texts)
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), POLL_SECONDS)
+
+    def _read(self) -> list[str] | None:
+        """The requests if the file changed; a deleted one takes all back. A damaged one is told and changes
+        nothing."""
         mark: tuple[int, int, int] | None = None
         try:
             found = self._files.requests.stat()
@@ -208,17 +217,18 @@ class _Requests:
         except FileNotFoundError:
             pass
         except OSError:
-            return  # of a file system that does not answer
+            return None  # of a file system that does not answer
         if mark == self._seen:
-            return
+            return None
         self._seen = mark
         try:
-            texts = read_requests(self._files)
+            return read_requests(self._files)
         except (ScopeError, OSError) as error:
             self._say(f"scope: the requests stay as they are: {error}")
-            return
-        if texts != self._texts:
-            self._texts = texts
-            self._ranks.watch(texts)
-            self._keeper.call(lambda writer: writer.requested(texts))
-            self._hub.publish({"k": "requests", "texts": texts})
+            return None
+
+    def _take(self, texts: list[str]) -> None:
+        self._texts = texts
+        self._ranks.watch(texts)
+        self._keeper.call(lambda writer: writer.requested(texts))
+        self._hub.publish({"k": "requests", "texts": texts})

@@ -236,7 +236,7 @@ class _Routes:
         try:
             for text in texts:
                 requests.parse(text)
-            live.set_requests(texts)
+            await to_thread.run_sync(live.set_requests, texts)
         except MtMegatronError as error:
             return JSONResponse({"ok": False, "error": str(error)}, 400)
         except OSError as error:

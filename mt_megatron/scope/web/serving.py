@@ -6,11 +6,12 @@ import asyncio
 import contextlib
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from mt_megatron.errors import ConfigError, ScopeError
 from mt_megatron.scope.recording.audit import Audit
-from mt_megatron.scope.recording.files import existing_recording
+from mt_megatron.scope.recording.files import add_bookmark, existing_recording
 from mt_megatron.scope.recording.reader import Recording, open_recording
 from mt_megatron.scope.sidecar.hub import Hub, ServeOptions
 
@@ -89,13 +90,11 @@ async def _opened(opens: Callable[[], Recording], *, wait: bool) -> Recording:
 
 
 def _kept_by(hub: Hub, loop: asyncio.AbstractEventLoop) -> Callable[[Bookmark], None]:
-    """A hub's bookmarks belong to its loop; a view's function runs in a thread of its own."""
+    """A hub's events belong to its loop; files, which may wait, to a thread."""
 
     def keep(mark: Bookmark) -> None:
-        async def within() -> None:
-            hub.bookmark(mark.step, mark.text)
-
-        asyncio.run_coroutine_threadsafe(within(), loop).result(10)
+        kept = add_bookmark(hub.files, mark.step, mark.text)
+        loop.call_soon_threadsafe(hub.publish, {"k": "bookmark", **asdict(kept)})
 
     return keep
 

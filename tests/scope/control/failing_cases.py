@@ -49,6 +49,7 @@ def failing(seconds: float) -> dict[str, Any]:
 
     run = Run(trainer=Together(), pair=at_its_end, generate=in_the_middle)
     found: dict[str, Any] = {}
+    before = next(ended_commands._numbers)
     for name, do in (("at its end", "pair"), ("in the middle", "generate"), ("after it", "pair")):
         identity = "" if dist.get_rank() else run.put(do)
         try:
@@ -59,5 +60,7 @@ def failing(seconds: float) -> dict[str, Any]:
             # The run would end here; the other rank is let out of the command instead.
             store.set("given up", b"")
             run.trainer.sum_over_ranks([1.0])
+    keys = [f"mt_megatron/scope/command/{before + number}/{dist.get_rank()}" for number in (1, 2, 3)]
+    found["keys"] = [store.check([key]) for key in keys]
     dist.destroy_process_group()
     return found

@@ -141,6 +141,8 @@ def test_a_command_that_fails_on_one_rank_leaves_no_other_waiting() -> None:
         assert failed[name] is None
     assert first["in the middle"]["error"] == "generate failed on another rank; its log says why"
     assert "generate failed on rank 1 alone (MemoryError: no room) while rank 0 is" in failed["in the middle"]
+    # The run would end in the middle of the second one; of the others no word stays in the store.
+    assert first["keys"] == [False, False, False] and failed["keys"] == [False, True, False]
 
 
 def _trials(tmp_path: Path, count: int, seed: int) -> dict[str, int]:

@@ -106,6 +106,20 @@ def test_a_planted_spike_is_kept_told_and_written(tmp_path: Path) -> None:
     assert scope_files(tmp_path).alerts.stat().st_mode & 0o777 == 0o600
 
 
+def test_an_alert_that_cannot_be_written_costs_no_other(tmp_path: Path) -> None:
+    (tmp_path / "told").mkdir()
+    events, _ = live_run(tmp_path / "told", SHAPE)
+    (tmp_path / "scope" / "alerts.jsonl").mkdir(parents=True)
+    without, said = live_run(tmp_path, SHAPE)
+    assert len(said) == 1 and "alerts.jsonl" in said[0]
+    timeless = [
+        [{**each, "time_ns": 0} for each in rows if each["k"] == "alert"] for rows in (events, without)
+    ]
+    assert len(timeless[0]) > 1 and timeless[0] == timeless[1]
+    with open_recording(tmp_path) as recording:
+        assert len(recording.alerts()) == len(timeless[0])
+
+
 def test_a_step_beside_the_run_is_no_news_of_it(tmp_path: Path) -> None:
     """Its values raise no alert and reach no sink, though they are recorded; the step itself does both."""
     shape, sink = replace(SHAPE, tensor_every=0, token_every=0), Kept()
