@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from mt_megatron.config.parse import load_config
 from mt_megatron.config.schema import TrainingConfig
 from mt_megatron.data.loader.tokenizer import load_tokenizer
 from mt_megatron.errors import BackendError, ConfigError
 from mt_megatron.planning.parameters import padded_vocab_size
+from mt_megatron.training.init_from_hf import load_run
 from mt_megatron.training.validate import problems
 
 _MOCK_VOCABULARY = 4096
@@ -29,7 +29,7 @@ class Side:
 
     backend: str
     arguments: tuple[str, ...]
-    """Options for ``load_config``."""
+    """Options for ``load_run``."""
 
     processes: int
     imports: tuple[str, ...] = ()
@@ -40,7 +40,7 @@ class Side:
 
     def config(self) -> TrainingConfig:
         """The configuration of this side."""
-        return load_config(self.arguments)
+        return load_run(self.arguments)
 
     def write(self, path: Path) -> None:
         """As JSON, for the processes of this side."""
@@ -71,7 +71,7 @@ def make_side(
         # A side's own file is read in the place of the one that both have.
         common = _without_config(common)
     arguments = [*common, *own, "--backend", backend]
-    config = load_config(arguments)
+    config = load_run(arguments)
     if config.data.mock_data and config.data.tokenizer_model is None:
         # Generated tokens need no text.
         if config.data.tokenizer_type == "HuggingFaceTokenizer":
@@ -84,7 +84,7 @@ def make_side(
     if dropout:
         # Dropout masks belong to a layout: there is nothing to compare.
         arguments += ["--hidden-dropout", "0", "--attention-dropout", "0"]
-    config = load_config(arguments)
+    config = load_run(arguments)
     if processes is None:
         processes = config.fewest_processes
     found = problems(config, world_size=processes, check_files=check_files)
