@@ -23,7 +23,10 @@ def layers(without: list[str]) -> dict[str, Any]:
 
     small_gpt.start(features=features_without(without))
 
+    drawn_shapes: list[Any] = []
+
     def init(weight: Any) -> Any:
+        drawn_shapes.append(weight.shape)
         return weight.data.fill_(SENTINEL)
 
     def marks(drawn: bool) -> dict[str, Any]:
@@ -54,10 +57,12 @@ def layers(without: list[str]) -> dict[str, Any]:
         config = small_gpt.transformer_config(
             perform_initialization=drawn, num_moe_experts=2, init_method=init, params_dtype=torch.bfloat16
         )
+        drawn_shapes.clear()
         found = TopKRouter(config)
         assert found.config is config and found.weight.dtype == torch.bfloat16
         tensor_parallel.model_parallel_cuda_manual_seed(1)
-        return bool((found.weight == SENTINEL).all())
+        assert not drawn_shapes or (found.weight == SENTINEL).all()
+        return drawn_shapes == [found.weight.shape]
 
     return {
         "drawn": marks(True),
