@@ -377,6 +377,24 @@ def _generated(frame: Mapping[str, Any]) -> Mapping[str, Any]:
     return {"value": {"step": 7, "tokens": []}}
 
 
+def test_link_with_control_opens_a_tab_that_commands_and_no_second_one(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", RunShape(steps=20, tensor_every=0, token_every=0))
+    with served(tmp_path / "run", live=True) as page:
+        link = link_to(page.tokens, controls=True)
+        actions = [
+            ["until", "[...document.querySelectorAll('.top button')].some((b) => b.innerText === 'Pause')"],
+            ["press", "p"],
+            ["evaluate", "location.href"],
+            ["evaluate", "sessionStorage.clear()"],
+            ["open", link],
+            ["wait", 1_000],
+            ["text", "body"],
+        ]
+        found = drive(link, tmp_path, actions, errors="status of 40", language="en")["results"]
+        assert "pause" in [frame["do"] for frame in page.commands]
+    assert "ticket" not in found[2] and "scope open RUN" in found[-1] and "Pause" not in found[-1]
+
+
 def test_view_only_until_the_control_token_is_given(tmp_path: Path) -> None:
     """Then a pause, the lab and a generation by it, while steps go by and after ten notices were missed."""
     write_run(tmp_path / "run", RunShape(steps=20, tensor_every=0, token_every=0))
