@@ -1,9 +1,10 @@
 """Cost of ``mt_megatron.patch()`` on top of ``import megatron.core``, with a warm digest cache.
 
 Every sample is a fresh interpreter; runs with and without patching alternate. Prints one JSON
-object with medians in milliseconds, the ratio to the import, and the machine. The exit code is 1
-when the median processor time of importing mt_megatron and patching exceeds the budget:
-processor time, because on a busy machine wall time measures the neighbours.
+object with medians in milliseconds, the ratio to the import, and the machine. The budget is a ratio:
+importing mt_megatron and patching take at most this share of the processor time of ``import
+megatron.core`` in the same process. The exit code is 1 when the median of the ratios exceeds it.
+Processor time, because on a busy machine wall time measures the neighbours.
 
     python benchmarks/patch_cost.py --samples 9
 """
@@ -22,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-BUDGET_MS = 150.0
+BUDGET = 0.06
+"""Of the processor time of ``import megatron.core``, which a faster machine shortens as it does ours."""
 
 CHILD = """
 import json, sys, time, warnings
@@ -81,6 +83,7 @@ def measure(samples: int, backend: str) -> dict[str, Any]:
     def median(rows: list[dict[str, Any]], key: str, clock: int) -> float:
         return round(1000 * statistics.median(row[key][clock] for row in rows), 1)
 
+    ratio = round(statistics.median(row["patch"][1] / row["import"][1] for row in patched), 3)
     return {
         "backend": backend,
         "samples": samples,
@@ -92,9 +95,9 @@ def measure(samples: int, backend: str) -> dict[str, Any]:
             "wall": round(1000 * cold["patch"][0], 1),
             "cpu": round(1000 * cold["patch"][1], 1),
         },
-        "ratio_to_import": round(median(patched, "patch", 1) / median(plain, "import", 1), 3),
-        "budget_ms": BUDGET_MS,
-        "within_budget": median(patched, "patch", 1) <= BUDGET_MS,
+        "ratio_to_import": ratio,
+        "budget": BUDGET,
+        "within_budget": ratio <= BUDGET,
         "machine": machine(),
     }
 

@@ -75,7 +75,7 @@ def source_of(target: str, cache: DigestCache | None = None) -> Source:
     """Locate, define and digest ``target``. Nothing is imported. Raises PatchTargetError when the
     module has no source file or does not bind the name."""
     module, qualname = parse_target(target)
-    path = locate(module)
+    path = locate(module) if cache is None else cache.locate(module)
     try:
         known = cache[path, qualname] if cache is not None else _digest_file(path, qualname, target)
     except KeyError:
@@ -223,6 +223,7 @@ class DigestCache:
         self._scheme = scheme
         self._dirty = False
         self._stats: dict[str, _Key] = {}
+        self._paths: dict[str, Path] = {}
         self._files: dict[str, dict[str, Any]] = self._load()
 
     def __getitem__(self, place: tuple[Path, str]) -> Known | None:
@@ -230,17 +231,27 @@ class DigestCache:
         KeyError when nothing is remembered, or the file has changed since."""
         path, qualname = place
         entry = self._files[str(path)]
-        if tuple(entry["key"]) != self._key(path):
-            raise KeyError(place)
-        return _decode(entry["names"][qualname])
+        try:
+            if tuple(entry["key"]) == self._key(path):
+                return _decode(entry["names"][qualname])
+        except (ValueError, TypeError, AttributeError):  # A damaged entry is written anew.
+            del self._files[str(path)]
+        raise KeyError(place)
+
+    def locate(self, module: str) -> Path:
+        """``source.locate``, asked once for each module."""
+        if module not in self._paths:
+            self._paths[module] = locate(module)
+        return self._paths[module]
 
     def __setitem__(self, place: tuple[Path, str], known: Known | None) -> None:
         path, qualname = place
         key = self._key(path)
         entry = self._files.get(str(path))
-        if entry is None or tuple(entry["key"]) != key:
-            entry = self._files[str(path)] = {"key": list(key), "names": {}}
-        entry["names"][qualname] = None if known is None else {**asdict(known[0]), "digest": known[1]}
+        if entry is None or entry.get("key") != list(key):
+            entry = self._files[str(path)] = {"key": list(key)}
+        names = entry.setdefault("names", {})
+        names[qualname] = None if known is None else {**asdict(known[0]), "digest": known[1]}
         self._dirty = True
 
     def save(self) -> None:
@@ -279,13 +290,7 @@ class DigestCache:
                 if found.st_uid != os.getuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
                     return {}
                 content = json.load(file)
-            if content["scheme"] != self._scheme:
-                return {}
-            for entry in content["files"].values():
-                tuple(entry["key"])
-                for known in entry["names"].values():
-                    _decode(known)
-            return dict(content["files"])
+            return dict(content["files"]) if content["scheme"] == self._scheme else {}
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             self._dirty = True
             return {}

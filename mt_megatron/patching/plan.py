@@ -39,7 +39,7 @@ def misfit(body: Any, upstream: Sequence[Parameter], *, skip_original: bool) -> 
     takes the original first. Only plain functions are looked at."""
     if isinstance(body, (staticmethod, classmethod)):
         body = body.__func__
-    if type(body) is not FunctionType:
+    if type(body) is not FunctionType or _takes_the_same(body, upstream, first=int(skip_original)):
         return None
     signature = inspect.signature(body, follow_wrapped=False)
     original = ["original"] if skip_original else []
@@ -54,6 +54,21 @@ def misfit(body: Any, upstream: Sequence[Parameter], *, skip_original: bool) -> 
             if name in expected and isinstance(value, str) and value in expected and name != value:
                 return f"the call ({shown}) gives upstream's {value!r} to the body's {name!r}"
     return None
+
+
+def _takes_the_same(body: FunctionType, upstream: Sequence[Parameter], *, first: int) -> bool:
+    """Whether the parameters of ``body`` from ``first`` on are upstream's, or everything there is: no call
+    has to be tried then."""
+    code, takes_more = body.__code__, inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
+    names = code.co_varnames[first : code.co_argcount]
+    if code.co_kwonlyargcount or code.co_posonlyargcount:
+        return False
+    if code.co_flags & takes_more:
+        return code.co_flags & takes_more == takes_more and not names
+    required = len(names) - len(body.__defaults__ or ())
+    return names == tuple(one.name for one in upstream) and all(
+        one.kind == "normal" and (one.required or index >= required) for index, one in enumerate(upstream)
+    )
 
 
 def _calls(upstream: Sequence[Parameter]) -> Iterator[_Call]:

@@ -2,8 +2,8 @@
 
 ``from a import f`` copies a reference, so setting ``a.f`` alone would miss every module that was
 imported earlier. A reference count says whether anybody else holds the original, which is the
-whole answer for most targets; module and class dicts are looked through next, and only what is
-then still unexplained costs a pass of the collector.
+whole answer for most targets; the modules of the target's package are looked through next, and what
+is then still unexplained costs a pass of the collector.
 """
 
 from __future__ import annotations
@@ -33,12 +33,13 @@ def imported_places(owner: str, name: str, value: Any) -> Iterator[Attribute]:
     """Names of imported modules that are bound to ``value`` and were imported from ``owner``,
     directly or through other modules that imported it."""
     package = owner.partition(".")[0]
+    # Thousands of modules hold True, or logging; one outside of the package rarely has it from there.
+    ours = isinstance(value, (*_ATOMS, ModuleType))
+    modules = [*loaded_modules(package), *loaded_modules("__main__")] if ours else loaded_modules()
     candidates = [
-        (module, bound)
-        for key, module in sys.modules.copy().items()
-        if isinstance(module, ModuleType) and key != owner and _concerns(key, package, value)
-        for bound in [_bound(module, value)]
-        if bound
+        (each, bound)
+        for each in modules
+        if vars(each).get("__name__") != owner and (bound := _bound(each, value))
     ]
     imports = {
         id(module): list(_imports(module, "" if _inside(module.__name__, package) else package))
@@ -68,21 +69,15 @@ def _inside(module: str, package: str) -> bool:
     return module == package or module.startswith(package + ".") or module == "__main__"
 
 
-def _concerns(module: str, package: str, value: Any) -> bool:
-    # Thousands of modules hold True, or logging; one outside of the package rarely has it from there.
-    return _inside(module, package) or not isinstance(value, (*_ATOMS, ModuleType))
-
-
 def _bound_by(sources: set[tuple[str, str]], source: str, imported: str, alias: str) -> list[str]:
     if imported == "*":
         return [name for module, name in sources if module == source]
     return [alias] if (source, imported) in sources else []
 
 
-# Parsing takes a hundred times as long, and what this finds wrongly in a string binds no name.
-_STATEMENT = re.compile(
-    r"(?:^|;)[ \t]*from[ \t]+([.\w]+)[ \t]+import[ \t]*(\([^)]*\)|(?:[^\n#;\\]|\\\n)*)", re.MULTILINE
-)
+# Parsing takes a hundred times as long, and what this finds wrongly in a string binds no name. It begins
+# with a word, which is searched for in C.
+_STATEMENT = re.compile(r"from[ \t]+([.\w]+)[ \t]+import[ \t]*(\([^)]*\)|(?:[^\n#;\\]|\\\n)*)")
 _COMMENT = re.compile(r"#[^\n]*")
 
 
@@ -109,11 +104,21 @@ def _statements(path: str, changed: int, prefix: str) -> list[tuple[str, list[tu
     found: list[tuple[str, list[tuple[str, str]]]] = []
     if prefix not in text:
         return found
-    for source, listed in _STATEMENT.findall(text):
+    for source, listed in _from_imports(text):
         plain = _COMMENT.sub("", listed).replace("\\\n", " ").strip("() \t\n")
         pairs = [part.split() for part in plain.split(",")]
         found.append((source, [(words[0], words[-1]) for words in pairs if words]))
     return found
+
+
+def _from_imports(text: str) -> Iterator[tuple[str, str]]:
+    at = text.find("from")
+    while at >= 0:
+        before = text[text.rfind("\n", 0, at) + 1 : at].rstrip(" \t")
+        statement = _STATEMENT.match(text, at) if not before or before.endswith(";") else None
+        if statement is not None:
+            yield statement[1], statement[2]
+        at = text.find("from", at + 4 if statement is None else statement.end())
 
 
 # Holders of a value, by its identity.
@@ -192,15 +197,14 @@ def holders(originals: Sequence[Original], ignored: Collection[int] = ()) -> Sea
         return found
     targets = {one.target.key for one in originals}
     concerned = {one.package for count, one in outside if count > 0}
-    counted: Counter[int] = Counter()
-    for candidates in (_places_in(concerned, ids), _places_outside(concerned, ids)):
-        quick = [Holder(place, value) for place, value in candidates if place.key not in targets]
-        found.holders += quick
-        counted.update(id(holder.held) for holder in quick)
-        open_ones = [pair for pair in outside if pair[0] > counted[id(pair[1].held.value)]]
-        if not open_ones:
-            return found
-    _search(found, open_ones, originals, ignored)
+    modules = [module for package in concerned for module in packages[package]]
+    named = (pair for module in _once(modules) for pair in _names(module, ids))
+    quick = [Holder(place, value) for place, value in named if place.key not in targets]
+    found.holders += quick
+    counted = Counter(id(holder.held) for holder in quick)
+    open_ones = [pair for pair in outside if pair[0] > counted[id(pair[1].held.value)]]
+    if open_ones:
+        _search(found, open_ones, originals, ignored)
     return found
 
 
@@ -260,23 +264,6 @@ def loaded_modules(prefix: str | None = None) -> list[ModuleType]:
         for name, module in modules.items()
         if (name.startswith(below) or name == prefix) and isinstance(module, ModuleType)
     ]
-
-
-def _places_in(packages: Collection[str], ids: Set[int]) -> Iterator[tuple[Place, Any]]:
-    for package in packages:
-        for module in _once(loaded_modules(package)):
-            yield from _names(module, ids)
-            for cls in _classes(module):
-                yield from _names(cls, ids)
-
-
-def _places_outside(packages: Collection[str], ids: Set[int]) -> Iterator[tuple[Place, Any]]:
-    for module in _once(loaded_modules()):
-        # Almost none of thousands of modules holds one: that is asked first, because it takes least.
-        if ids.isdisjoint(map(id, vars(module).values())):
-            continue
-        if not any(in_package(module.__name__, package) for package in packages):
-            yield from _names(module, ids)
 
 
 def _once(modules: Iterable[ModuleType]) -> Iterable[ModuleType]:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any
 
-import psutil
 import torch
 
 from mt_megatron.backends import telemetry
@@ -26,6 +25,8 @@ from mt_megatron.host import limits
 
 def loopback_interface() -> str | None:
     """Name of the network interface that has 127.0.0.1 (``lo`` on Linux, ``lo0`` on macOS)."""
+    import psutil
+
     for name, addresses in psutil.net_if_addrs().items():
         if any(a.family == socket.AF_INET and a.address == "127.0.0.1" for a in addresses):
             return str(name)
@@ -101,6 +102,8 @@ class CpuBackend:
 
     def memory_allocated(self) -> int | None:
         """Resident set of this process: torch counts no bytes on the CPU."""
+        import psutil
+
         return int(psutil.Process().memory_info().rss)
 
     def max_memory_allocated(self) -> int | None:

@@ -12,13 +12,19 @@ visible_devices     physical device of an index, from the vendor's environment v
 
 from __future__ import annotations
 
-from mt_megatron.backends.telemetry.host_reader import host
 from mt_megatron.backends.telemetry.readings import Reading, Unsupported, Value, number
 
 __all__ = ["Reading", "Unsupported", "Value", "host", "mtml", "number", "nvml"]
 
 
-# Imported when first asked: patch() needs neither. The host's utilization counts from its import.
+# Imported when first asked: patch() needs none. The host's utilization counts from its import.
+
+
+def host() -> Reading:
+    """See ``host_reader.host``."""
+    from mt_megatron.backends.telemetry import host_reader
+
+    return host_reader.host()
 
 
 def mtml(index: int = 0) -> Reading:

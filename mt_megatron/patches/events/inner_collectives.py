@@ -16,7 +16,6 @@ from typing import Any
 
 from mt_megatron.parallel.group_names import name_of
 from mt_megatron.seams import collectives, events
-from mt_megatron.seams.taps import loss as taps
 
 CALLS = ("all_reduce", "broadcast")
 
@@ -171,6 +170,8 @@ def before_sum(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     result = original(*args, **kwargs)
     if len(result) > 2:
         # Logits, labels, and the maximum, which has been reduced by now.
+        from mt_megatron.seams.taps import loss as taps
+
         taps.highest_logits(args[2])
     if events.listening() and not _compiling():
         from megatron.core import parallel_state
@@ -189,6 +190,8 @@ def after_sum(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Body for the part after the last of these sums."""
     after_sum_ends()
     result = original(*args, **kwargs)
+    from mt_megatron.seams.taps import loss as taps
+
     taps.summed_exponentials(args[2], result[1])
     return result
 

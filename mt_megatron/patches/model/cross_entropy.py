@@ -13,8 +13,6 @@ from typing import Any
 from mt_megatron.backends.base import Backend
 from mt_megatron.patching.spec import Patch
 from mt_megatron.seams.loss_gradient import announced
-from mt_megatron.seams.taps import modules as taps
-from mt_megatron.seams.taps.loss import whole_logits
 
 _log = logging.getLogger("mt_megatron")
 
@@ -62,6 +60,8 @@ def _obstacle(model: Any) -> str:
     from megatron.core.models.common.language_module.language_module import LanguageModule
     from megatron.core.tensor_parallel import ColumnParallelLinear, layers
 
+    from mt_megatron.seams.taps import modules as taps
+
     loss = getattr(model.compute_language_model_loss, "__func__", None)
     if loss is not LanguageModule.compute_language_model_loss:
         return f"the loss of a {type(model).__name__} is its own (compute_language_model_loss)"
@@ -105,6 +105,8 @@ def _withholding(layer: Any) -> Iterator[None]:
         )
         return head, None
 
+    from mt_megatron.seams.taps import modules as taps
+
     with taps.replaced(layer, "forward", forward):
         yield
 
@@ -124,6 +126,8 @@ def _language_model_loss(original: Callable[..., Any], self: Any, labels: Any, l
     vocab_size = getattr(self, "unpadded_vocab_size", None)
     if not isinstance(logits, _Head):
         from megatron.core.models.gpt import GPTModel
+
+        from mt_megatron.seams.taps.loss import whole_logits
 
         place = _leave_padding_out(logits, vocab_size)
         if self.config.cross_entropy_loss_fusion and not isinstance(self, GPTModel):
