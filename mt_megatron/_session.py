@@ -6,8 +6,10 @@ import ast
 import atexit
 import logging
 import os
+import re
 import sys
 import threading
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -36,6 +38,8 @@ ALLOW_DRIFT = "MT_MEGATRON_ALLOW_DRIFT"
 """Environment variable; ``1`` turns UpstreamDriftError into a warning that the report records."""
 
 FINGERPRINTS = Path(__file__).parent / "patches" / "upstream.json.gz"
+
+_UPSTREAM = re.compile(r"megatron\.")
 
 _log = logging.getLogger("mt_megatron")
 _changing = threading.RLock()
@@ -104,6 +108,9 @@ def patch(
 
     if isinstance(features, str):
         raise PatchError(f"features={features!r} is one string: expected a list of names, [{features!r}]")
+    if features is not None and not isinstance(features, Iterable):
+        kind = type(features).__name__
+        raise PatchError(f"features={features!r} is one {kind}: expected a list of names, or None for all")
     wanted = None if features is None else frozenset(features)
     request = _Request(backend=backend, features=wanted, strict=strict, scope=Scope.of(scope))
     with _changing:
@@ -118,6 +125,7 @@ def patch(
             )
         chosen, why = select(backend)
         plan = make_plan_for(chosen, why, features=wanted, strict=strict)
+        hide_future_warnings(True)
         # First, since methods decide by their caller from the moment they are patched.
         redirect(request.scope)
         applied = commit(plan, request.scope)
@@ -148,6 +156,7 @@ def unpatch() -> None:
             transport.close()
         _applied = _backend = _request = None
         choose(None)
+        hide_future_warnings(False)
         if "mt_megatron.patches.device.process_groups" in sys.modules:
             from mt_megatron.patches.device.process_groups import end_groups
 
@@ -160,6 +169,16 @@ def unpatch() -> None:
             redirect(Scope())
     for holder in kept:
         _log.warning("unpatch(): %s got a patched value after patch() and keeps it", holder)
+
+
+def hide_future_warnings(hidden: bool) -> None:
+    """Hide the deprecations in upstream's own source, which its users cannot change, or show them again.
+    A filter of the user's comes before."""
+    kept = [each for each in warnings.filters if each[2:4] != (FutureWarning, _UPSTREAM)]
+    if len(kept) != len(warnings.filters):
+        warnings.filters[:] = kept  # type: ignore[index]
+    if hidden:
+        warnings.filterwarnings("ignore", category=FutureWarning, module=_UPSTREAM.pattern, append=True)
 
 
 @contextmanager

@@ -49,6 +49,10 @@ def names() -> list[str]:
     return sorted(_references())
 
 
+def _names() -> str:
+    return f"auto or one of {', '.join(names())}"
+
+
 def check_name(name: str) -> None:
     """Raise ``BackendError`` unless ``name`` is ``auto`` or an installed backend; imports no backend."""
     known = names()
@@ -89,6 +93,8 @@ def select(name: str = "auto") -> tuple[Backend, str]:
     Raises:
         BackendError: unknown name, or a named backend that cannot be used here.
     """
+    if not isinstance(name, str):
+        raise BackendError(f"backend={name!r} is a {type(name).__name__}: expected a name, {_names()}")
     if name != "auto":
         backend = get(name)
         usable, why = backend.available()

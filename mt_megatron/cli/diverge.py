@@ -110,6 +110,7 @@ def run(args: argparse.Namespace) -> int:
         gradient_tolerance=args.gradient_tolerance,
         notes=notes,
     )
+    _remove_records(folder)
     document = as_json(found, a, b)
     counts = ["1 process" if side.processes == 1 else f"{side.processes} processes" for side in (a, b)]
     title = f"a: {a.backend}, {counts[0]}; b: {b.backend}, {counts[1]}"
@@ -130,6 +131,16 @@ def run(args: argparse.Namespace) -> int:
 
 def _say(text: str) -> None:
     print(f"diverge: {text}", file=sys.stderr, flush=True)
+
+
+def _remove_records(folder: Path) -> None:
+    """The report says what was found; the tensors of both sides and the initial weights are as large as
+    several models."""
+    import shutil
+
+    for record in folder.glob("[ab]/rank_*.pt"):
+        record.unlink()
+    shutil.rmtree(folder / "initial", ignore_errors=True)
 
 
 def _prepare(folder: Path) -> Path:

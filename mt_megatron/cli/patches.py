@@ -32,8 +32,9 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         f"  mt-megatron patches check --backend cpu --json\n\n{_CODES}",
     )
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    one = _action(actions, "list", "every patch, and whether it would be applied", "list --backend cpu")
+    one = _action(actions, "list", "every patch, and whether it would be applied", "list --filter rope")
     one.add_argument("--errata", action="store_true", help="mended defects of Megatron-Core alone")
+    one.add_argument("--filter", default="", metavar="WORD", help="only patches that mention it")
     one.add_argument("--json", action="store_true", help="print one JSON array")
     one = _action(actions, "explain", "all about one patch", "explain device.torch")
     one.add_argument("id", metavar="ID", help="as 'list' shows it")
@@ -54,7 +55,8 @@ def _action(
         name, help=text, description=text, epilog=f"example:\n  mt-megatron patches {example}\n\n{_CODES}"
     )
     if backend:
-        parser.add_argument("--backend", default="auto", help="for which backend (default: auto)")
+        shown = "" if name == "check" else ", its device need not be here"
+        parser.add_argument("--backend", default="auto", help=f"for which backend{shown} (default: auto)")
     return parser
 
 
@@ -64,11 +66,14 @@ def run(args: argparse.Namespace) -> int:
     return actions[args.action](args)
 
 
-def _declared(name: str) -> tuple[Backend, str, list[Patch]]:
-    from mt_megatron.backends.registry import select
+def _declared(name: str, *, here: bool = False) -> tuple[Backend, str, list[Patch]]:
+    from mt_megatron.backends.registry import get, select
     from mt_megatron.patches import collect
 
-    backend, why = select(name)
+    if name == "auto" or here:
+        backend, why = select(name)
+    else:
+        backend, why = get(name), f"{name} was asked for: as where its device is"
     return backend, why, collect(backend)
 
 
@@ -84,6 +89,14 @@ def _list(args: argparse.Namespace) -> int:
         patches = [patch for patch in patches if patch.feature == "errata"]
     _, left_out = select_patches(patches, name, None)
     reasons = {patch.id: reason for patch, reason in left_out}
+    patches = [patch for patch in patches if args.filter.lower() in _text(patch)]
+    if not patches:
+        print(
+            f"no patch of backend {name!r} mentions {args.filter!r}; 'patches list' shows all",
+            file=sys.stderr,
+        )
+        return 2
+    reasons = {patch.id: reasons[patch.id] for patch in patches if patch.id in reasons}
     if args.json:
         print(json.dumps([_as_data(patch, reasons.get(patch.id)) for patch in patches], indent=2))
         return 0
@@ -103,6 +116,10 @@ def _list(args: argparse.Namespace) -> int:
             lines.append(f"      {patch.reason}{left}")
     _page("\n".join(lines))
     return 0
+
+
+def _text(patch: Patch) -> str:
+    return " ".join((patch.id, patch.target, patch.kind, patch.feature, patch.reason)).lower()
 
 
 def _without_torch(asked: str) -> tuple[str, str, list[Patch]] | None:
@@ -145,9 +162,13 @@ def _explain(args: argparse.Namespace) -> int:
     backend, _, patches = _declared(args.backend)
     patch = next((patch for patch in patches if patch.id == args.id), None)
     if patch is None:
-        near = suggest(args.id, [patch.id for patch in patches])
+        near = [each.id for each in patches if args.id.lower() in _text(each)][:3]
+        hint = f"; mentioned by {', '.join(near)}" if near else ""
+        hint = suggest(args.id, [patch.id for patch in patches]) or hint
+        features = ", ".join(dict.fromkeys(patch.feature for patch in patches))
         print(
-            f"no patch of backend {backend.name!r} has the id {args.id!r}{near}; 'patches list' shows all",
+            f"no patch of backend {backend.name!r} has the id {args.id!r}{hint}; "
+            f"'patches list --filter WORD' shows those that mention a word, such as a feature: {features}",
             file=sys.stderr,
         )
         return 2
@@ -183,7 +204,7 @@ def examine(name: str) -> dict[str, Any]:
 
     result: dict[str, Any] = {"ok": False, "problems": []}
     try:
-        backend, why, patches = _declared(name)
+        backend, why, patches = _declared(name, here=True)
         _session.check_upstream_version()
         problems = find_problems(patches, backend=backend.name, settings=_session.settings())
         result |= {"backend": backend.name, "why": why, "warnings": list(_session.untested_versions())}

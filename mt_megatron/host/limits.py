@@ -12,8 +12,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
-
 _PROC = Path("/proc/self")
 _SHARED_MEMORY = Path("/dev/shm")
 
@@ -29,6 +27,8 @@ class Space:
 def memory() -> Space:
     """Memory of this process: the limit, and what can still be allocated below it. A larger allocation is not
     refused by the kernel, which ends processes of the control group instead."""
+    import psutil
+
     machine = psutil.virtual_memory()
     total, available = int(machine.total), int(machine.available)
     for folder in _groups("memory"):

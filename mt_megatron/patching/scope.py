@@ -39,7 +39,7 @@ class Scope:
         Raises PatchError for one string instead of a list of them, a folder that does not exist,
         and a package that can be in no scope.
         """
-        if isinstance(entries, (str, Path)):
+        if isinstance(entries, (str, Path)) or not isinstance(entries, Iterable):
             raise PatchError(
                 f"scope={entries!r} is one {type(entries).__name__}: expected a list, [{str(entries)!r}]"
             )

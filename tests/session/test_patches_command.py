@@ -8,11 +8,13 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from mt_megatron import _session
 from mt_megatron.cli.main import main
+from mt_megatron.errors import MtMegatronError
 from mt_megatron.patching.digest import read_fingerprints
 from mt_megatron.patching.records import read_record
 
@@ -193,3 +195,57 @@ def test_errata_are_listed_with_their_issues(capsys: pytest.CaptureFixture[str])
     assert "errata.shared_parameters" in found and {each["feature"] for each in found.values()} == {"errata"}
     for name, each in found.items():
         assert re.search(r"NVIDIA/Megatron-LM [#!]\d+|no issue upstream", each["reason"]), name
+
+
+def test_a_word_filters_the_list(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = output(capsys, "list", "--filter", "RoPE", "--json")
+    found = [each["id"] for each in json.loads(out)]
+    assert code == 0 and "rope.embedding" in found and "norm.fused_layer_norm" not in found
+    code, _, err = output(capsys, "list", "--filter", "nothing-like-it")
+    assert code == 2 and "mentions 'nothing-like-it'" in err
+
+
+def test_the_list_of_a_backend_whose_device_is_elsewhere(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = output(capsys, "list", "--backend", "cuda", "--json")
+    assert code == 0 and len(json.loads(out)) > 50
+    code, out, _ = output(capsys, "explain", "rope.embedding", "--backend", "cuda")
+    assert code == 0 and "would be applied" in out
+    assert output(capsys, "list", "--backend", "cudaa")[0] != 0
+
+
+def test_an_unknown_id_gets_what_mentions_it_and_the_features(capsys: pytest.CaptureFixture[str]) -> None:
+    _, _, err = output(capsys, "explain", "yarn")
+    assert "mentioned by rope.apply" in err
+    _, _, err = output(capsys, "explain", "foo")
+    assert "'patches list --filter WORD'" in err and "errata" in err
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"backend": 3}, "backend=3 is a int: expected a name, auto or one of cpu"),
+        ({"backend": ["cpu"]}, "is a list: expected a name"),
+        ({"backend": "cpu", "features": 3}, "features=3 is one int: expected a list"),
+        ({"backend": "cpu", "scope": 3}, "scope=3 is one int: expected a list"),
+    ],
+)
+def test_an_argument_of_another_type_is_an_error_that_says_so(given: dict[str, Any], says: str) -> None:
+    import mt_megatron
+
+    with pytest.raises(MtMegatronError, match=says):
+        mt_megatron.patch(**given)
+
+
+def test_upstreams_future_warnings_are_hidden_while_patched() -> None:
+    import warnings
+
+    from mt_megatron._session import hide_future_warnings
+
+    with warnings.catch_warnings():
+        before = list(warnings.filters)
+        hide_future_warnings(True)
+        assert len(warnings.filters) == len(before) + 1
+        hide_future_warnings(True)
+        assert len(warnings.filters) == len(before) + 1
+        hide_future_warnings(False)
+        assert list(warnings.filters) == before

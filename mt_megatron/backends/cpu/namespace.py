@@ -268,8 +268,6 @@ def _telemetry(backend: Backend) -> dict[str, Any]:
 
 def _properties(backend: Backend) -> dict[str, Any]:
     def get_device_properties(device: Any = None) -> SimpleNamespace:
-        import psutil
-
         return SimpleNamespace(
             name=backend.device_name(_index(backend, device)),
             total_memory=backend.total_memory(),

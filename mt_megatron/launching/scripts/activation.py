@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 import os
 import sys
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.machinery import EXTENSION_SUFFIXES, ModuleSpec
 from importlib.metadata import PackageNotFoundError, distribution
@@ -233,8 +232,6 @@ def activate(choice: Choice) -> None:
     if found.backend != "cuda":
         # Megatron-LM refuses to start without it; only the CUDA driver reads it.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    # Deprecations in upstream's source, which nobody here can change; a filter of the user's comes before.
-    warnings.filterwarnings("ignore", category=FutureWarning, module=r"megatron\.", append=True)
     if is_main(os.environ) and os.environ.get("RANK", "0") == "0":
         print(f"mt-megatron: {found.summary()}", file=sys.stderr, flush=True)
         if note is not None:
