@@ -156,6 +156,8 @@ def test_keyboard_links_and_help(recording: Served, tmp_path: Path) -> None:
         ["reload"],
         ["evaluate", "location.hash"],
         ["text", ".model .side h2"],
+        ["view", "#/timeline", 300],
+        ["press", "w"],
     ]
     results = drive(link_to(recording.tokens), tmp_path, actions)["results"]
     assert results[0].startswith("#/timeline") and "Esc" in results[2]
@@ -163,6 +165,7 @@ def test_keyboard_links_and_help(recording: Served, tmp_path: Path) -> None:
     assert "注意力" in results[8]
     assert results[11] == address and "decoder.layers.2.mlp" in results[12]
     assert results[16] == "#/model?module=" and "整个模型" in results[17]
+    assert re.search(r"timeline\?.*step=\d", results[19]), "a zoom belongs to its steps"
 
 
 @pytest.fixture
