@@ -12,8 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mt_megatron.errors import ScanError
+from mt_megatron.scan.format.permissions import make_private_folder
 from mt_megatron.scan.format.records import KIND, OPEN, SPAN
-from mt_megatron.scan.format.run_files import RunFiles, make_private_folder, segment_path, write_run
+from mt_megatron.scan.format.run_files import RunFiles, segment_path, write_run
 from mt_megatron.scan.format.segments import Group, SegmentWriter
 
 from .clocks import ClockSet, Pings, Wander, uptime
