@@ -120,4 +120,4 @@ def _say(text: str) -> None:
         with contextlib.suppress(OSError, ValueError):
             print(f"\n{text}", file=sys.stderr, flush=True)
 
-    threading.Thread(target=write, name="signals-say", daemon=True).start()
+    RankThread(target=write, name="signals-say", daemon=True).start()
