@@ -187,9 +187,8 @@ def run_root(named: Path | str) -> Path:
 
 def save_folder(run: Path) -> Path:
     """The folder of checkpoints of ``run``: itself, or below it, where the launch scripts save."""
-    below = run / RUN_FOLDERS[0]
-    has_own = (run / LATEST).is_file() or complete_checkpoints(run)
-    return below if below.is_dir() and not has_own else run
+    both = (run, run / RUN_FOLDERS[0])
+    return next((each for each in both if (each / LATEST).is_file() or complete_checkpoints(each)), run)
 
 
 def latest_checkpoint(directory: Path) -> Path | None:

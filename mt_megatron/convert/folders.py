@@ -52,7 +52,8 @@ def megatron_folder(path: Path) -> Path:
     """
     if not path.is_dir():
         raise CheckpointError(f"{path} is no folder; expected a Megatron checkpoint")
-    folder = _newest(path if _is_checkpoint(path) else save_folder(path))
+    saved = save_folder(path)
+    folder = _newest(saved if (saved / LATEST).is_file() and not _is_checkpoint(path) else path)
     if not _is_checkpoint(folder):
         raise CheckpointError(
             f"{folder} is no Megatron checkpoint: it has neither {METADATA} (torch_dist) nor mp_rank_* "
