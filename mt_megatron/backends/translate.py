@@ -113,7 +113,7 @@ def _overlaps_itself(tensor: torch.Tensor) -> bool:
     offsets = torch.zeros((), dtype=torch.int64)
     for step, size in dims:
         offsets = offsets.unsqueeze(-1) + torch.arange(size) * step
-    return offsets.unique().numel() < tensor.numel()
+    return bool(offsets.unique().numel() < tensor.numel())
 
 
 def _factory(function: Callable[..., Any], translator: DeviceTranslator) -> Callable[..., Any]:
