@@ -58,7 +58,7 @@ def build_scheduler(config: TrainingConfig, optimizer: Any, global_batch_size: i
     )
 
 
-def warmup_steps(train: TrainConfig, decay_iters: int) -> float:
+def warmup_steps(train: TrainConfig, decay_iters: float) -> float:
     """Steps of warm-up: as given, as a share of ``decay_iters``, or a hundredth of them up to 2,000."""
     if train.lr_warmup_fraction is not None:
         return train.lr_warmup_fraction * decay_iters

@@ -436,7 +436,7 @@ def _wait_until_all_are_connected() -> None:
     connection. If the first rank ends the group in that moment, the peer's constructor fails with
     "connectFullMesh failed ... Connection closed by peer", although no process is lost.
     """
-    c10d = dist.distributed_c10d
+    c10d: Any = dist.distributed_c10d  # its annotations differ between releases of torch
     store = c10d._get_default_store()
     c10d._store_based_barrier(
         dist.get_rank(),
