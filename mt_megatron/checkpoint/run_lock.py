@@ -68,6 +68,14 @@ class RunLock:
             lock.close()
 
 
+def require_free(options: CheckpointConfig) -> None:
+    """Raise ``CheckpointError`` as ``held`` would, without keeping the lock: another run saves to the folder,
+    or its checkpoints would be written over."""
+    directory = Path(str(options.save))
+    RunLock(directory).close()
+    _require_own(directory, options)
+
+
 @contextmanager
 def held(config: TrainingConfig, job: Job) -> Iterator[list[str]]:
     """The lock of the folder to save to for as long as the run lasts; collective. Yields a note where the

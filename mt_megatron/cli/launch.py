@@ -8,11 +8,12 @@ import os
 import shlex
 import signal
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from mt_megatron.config.schema import TrainingConfig
-from mt_megatron.errors import ConfigError
+from mt_megatron.errors import CheckpointError, ConfigError
 from mt_megatron.launching.jobs.hosts import (
     Host,
     node_rank,
@@ -61,8 +62,8 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "  mt-megatron launch --hostfile hosts -- --config run.yaml        (on every host)\n"
         "  mt-megatron launch --print slurm --nodes 8 --gpus-per-node 8 --time 12:00:00 \\\n"
         "    -- --config run.yaml --save /shared/run > job.sh\n\n"
-        "exit codes: torchrun's own; 2 when it was not started; 79 when the run left because of a\n"
-        "straggler; 143 after SIGTERM with --from-environment",
+        "exit codes: that of the first process that failed; 2 when none was started; 79 when the run left\n"
+        "because of a straggler; 143 after SIGTERM with --from-environment",
     )
     parser.add_argument(
         "--print", dest="form", choices=_FORMS, help="print this instead of starting anything"
@@ -382,25 +383,48 @@ def _start(
 ) -> int:
     from mt_megatron.data.loader.shared_memory import shared_memory_problem
     from mt_megatron.launching.jobs.supervise import supervise
+    from mt_megatron.scan.respond.straggler_policy import EXIT_CODE
 
-    command = torchrun_command(job, meeting)
     if config.launch.print_config:
         print(config.to_yaml(), end="")
         return 0
     if config.launch.check_memory and (line := shared_memory_problem(config, job.processes_per_node)):
         raise ConfigError(f"{line}; --no-check-memory starts all the same.")
-    _say(shlex.join(command))
+    _check_start(config, alone=job.nodes == 1)
+    _say(shlex.join(torchrun_command(job, meeting)))
     sys.stdout.flush()
+    command = torchrun_command(job, meeting, "mt_megatron.launching.jobs.elastic")
     listed = _list_of_excluded(config)
     before = _content(listed)
     code = supervise(command, {**os.environ, **job.variables()}, when_terminated=when_terminated)
-    # torchrun ends with 1 whatever its processes ended with.
-    if code == 1 and _content(listed) != before:
+    # A machine whose processes torchrun ended has another code than the one that left.
+    if code and _content(listed) != before:
         _say(f"a straggler's host is listed in {listed}; start again with --exclude-hosts {listed}")
-        from mt_megatron.scan.respond.straggler_policy import EXIT_CODE
-
         return EXIT_CODE
     return code
+
+
+def _check_start(config: TrainingConfig, *, alone: bool) -> None:
+    """Raise what every rank would: of the weights to start from, of a folder that another run saves to (where
+    this machine is ``alone``: elsewhere that may be this run's own rank 0), of a package that is missing."""
+    options = config.checkpoint
+    if config.logging.wandb_project is not None and find_spec("wandb") is None:
+        from mt_megatron.training.logging.wandb import MISSING
+
+        raise ConfigError(MISSING)
+    # Not for a new run: torch takes seconds to import.
+    named = options.load or options.init_from_hf or options.resume not in ("auto", "never")
+    if named or (options.save is not None and Path(options.save).is_dir()):
+        from mt_megatron.checkpoint.run_lock import require_free
+        from mt_megatron.training.preflight import check_checkpoint
+
+        try:
+            if alone and options.save is not None:
+                require_free(options)
+            check_checkpoint(config)
+        except CheckpointError as error:
+            # Nothing was started: wrong use of launch, whatever it is to a rank.
+            raise ConfigError(str(error)) from error
 
 
 def _list_of_excluded(config: TrainingConfig) -> Path | None:

@@ -178,7 +178,7 @@ def test_dry_run_without_an_environment_shows_how_it_would_be_made(checkout: Pat
     assert shown.returncode == 0, shown.stderr
     venv, torch, package, prepare, run = shown.stdout.splitlines()
     assert "-m venv" in venv and "pip install" in torch and "torch==2.7.0" in torch
-    assert package.rstrip().endswith(str(checkout).replace(" ", "\\ ") + "\\[scope\\]")
+    assert package.rstrip().endswith(str(checkout).replace(" ", "\\ ") + "\\[scan\\,scope\\]")
     assert all("/.venv/bin/python" in line for line in (prepare, run))
     assert not (checkout / ".venv").exists()
 

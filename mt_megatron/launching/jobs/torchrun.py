@@ -50,13 +50,15 @@ LOOPBACK = Meeting(address="127.0.0.1", port=0, own_address="127.0.0.1")
 """For a job on one machine: a free port, and nothing that depends on the machine's name."""
 
 
-def torchrun_command(job: LaunchJob, meeting: Meeting | None) -> list[str]:
-    """The command, for a process or ``shlex.join``.
+def torchrun_command(
+    job: LaunchJob, meeting: Meeting | None, module: str = "torch.distributed.run"
+) -> list[str]:
+    """The command, for a process or ``shlex.join``; ``module`` is torchrun's, or one that calls it.
 
     ``meeting`` None leaves it to torchrun's own variables (``PET_NNODES``, ``PET_NODE_RANK``,
     ``PET_MASTER_ADDR`` ...), which Kubeflow sets.
     """
-    words = [job.python, "-m", "torch.distributed.run"]
+    words = [job.python, "-m", module]
     words += ["--nnodes", str(job.nodes), "--nproc-per-node", str(job.processes_per_node)]
     words += ["--max-restarts", str(job.max_restarts)]
     if meeting is not None:
