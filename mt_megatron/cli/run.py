@@ -27,16 +27,16 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "run",
         description="Run a script, or a module, with Megatron-Core patched. Megatron, the script, the\n"
-        "modules beside it and those below every --scope folder see the backend where they say cuda;\n"
+        "modules beside it and those below every --redirect folder see the backend where they say cuda;\n"
         "all other libraries see the machine as it is. So do the processes that it starts.\n"
         "Without torchrun the script is a run of one process.",
-        usage="mt-megatron run [--backend NAME] [--scope FOLDER ...] [--pipeline-schedule NAME]\n"
+        usage="mt-megatron run [--backend NAME] [--redirect FOLDER ...] [--pipeline-schedule NAME]\n"
         "                       [--p2p-transport NAME] [--cpu-bf16-products torch|fp32]\n"
         "                       -- SCRIPT|-m MODULE [ARGS ...]",
         epilog="examples:\n"
         "  mt-megatron run --backend cpu -- pretrain_gpt.py --mock-data --transformer-impl local ...\n"
         "  torchrun --nproc-per-node 2 -m mt_megatron.cli run --backend cpu -- pretrain_gpt.py ...\n"
-        "  mt-megatron run --backend cpu --scope tests -- -m pytest tests\n\n"
+        "  mt-megatron run --backend cpu --redirect tests -- -m pytest tests\n\n"
         "exit codes: the script's own; 2 when it was not started",
     )
     parser.add_argument(
@@ -46,8 +46,10 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         help=f"cpu, cuda, musa or another installed one (default: ${BACKEND}, else auto)",
     )
     parser.add_argument(
-        "--scope", action="append", default=[], metavar="FOLDER", help="also redirect the modules below it"
+        "--redirect", action="append", default=[], metavar="FOLDER", help="also redirect the modules below it"
     )
+    # The former name, which training gives to its recordings.
+    parser.add_argument("--scope", action="append", default=[], help=argparse.SUPPRESS)
     parser.add_argument(
         "--pipeline-schedule",
         default=None,
@@ -85,7 +87,9 @@ def run(args: argparse.Namespace) -> int:
     """Check what can be checked without torch, then become the script's interpreter."""
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
     script = find(command)
-    folders = [_existing(folder) for folder in args.scope]
+    if args.scope:
+        print("mt-megatron: --scope FOLDER is now called --redirect FOLDER", file=sys.stderr)
+    folders = [_existing(folder) for folder in (*args.redirect, *args.scope)]
     backend = args.backend or os.environ.get(BACKEND) or "auto"
     _check_backend(backend)
     schedule = _schedule(args.pipeline_schedule or os.environ.get(SCHEDULE))
@@ -100,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
     elif not folders:
         print(
             f"mt-megatron: {command[1]} is installed, so it is not redirected itself; "
-            f"name the folders of your own modules with --scope",
+            f"name the folders of your own modules with --redirect",
             file=sys.stderr,
         )
     choice = Choice(
@@ -127,7 +131,7 @@ def run(args: argparse.Namespace) -> int:
 def _existing(folder: str) -> Path:
     path = Path(folder)
     if not path.is_dir():
-        raise RunError(f"--scope {folder}: no such folder here ({os.getcwd()})")
+        raise RunError(f"--redirect {folder}: no such folder here ({os.getcwd()})")
     return path.resolve()
 
 

@@ -54,7 +54,8 @@ def report(done: Done) -> Any:
         (["--backend", "cpu", "--", "-m", "absent_module.x"], "no module 'absent_module'"),
         (["--backend", "cpu", "--", "."], "without a __main__.py"),
         (["--backend", "cpv", "--", "there.py"], "did you mean 'cpu'"),
-        (["--backend", "cpu", "--scope", "absent", "--", "there.py"], "--scope absent: no such folder"),
+        (["--backend", "cpu", "--redirect", "absent", "--", "there.py"], "--redirect absent: no such folder"),
+        (["--backend", "cpu", "--scope", "absent", "--", "there.py"], "is now called --redirect FOLDER"),
     ],
 )
 def test_wrong_use_is_said_before_anything_starts(
@@ -208,8 +209,12 @@ def test_a_test_suite_through_pytest(tmp_path: Path) -> None:
         """,
     )
     words = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "suite")
-    done = run(*words, cwd=tmp_path, options=("--scope", "suite"))
+    done = run(*words, cwd=tmp_path, options=("--redirect", "suite"))
     assert done.returncode == 0 and "2 passed" in done.stdout, done.stdout + done.stderr
+    assert "--scope" not in done.stderr
+    former = run(*words, cwd=tmp_path, options=("--scope", "suite"))
+    assert former.returncode == 0 and "2 passed" in former.stdout, former.stdout + former.stderr
+    assert former.stderr.count("--scope FOLDER is now called --redirect FOLDER") == 1
     outside = run(*words, cwd=tmp_path)
     assert outside.returncode == 1 and "1 failed" in outside.stdout
     assert "pytest is installed, so it is not redirected itself" in outside.stderr
