@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -22,7 +24,7 @@ from mt_megatron.backends.distributed.namespace import (
     prepare_environment,
 )
 from mt_megatron.backends.distributed.rendezvous import elastic_group
-from mt_megatron.errors import ConfigError
+from mt_megatron.errors import BackendError, ConfigError
 from mt_megatron.parallel import stage_order
 
 _AXES = ("tp", "cp", "ep", "edp", "pp")
@@ -152,17 +154,40 @@ def initialize(layout: RankLayout, backend: Backend, timeout: timedelta = timede
         _require_world(launched, layout)
         prepare_environment(backend, nodes=node_count())
         backend.set_device(local_device(backend))
-        dist.init_process_group(backend.collective, timeout=timeout, **elastic_group(timeout))
+        with _connecting():
+            dist.init_process_group(backend.collective, timeout=timeout, **elastic_group(timeout))
         _made_default_group = True
     _require_world(dist.get_world_size(), layout)
     stage_order.use_v(layout.v)
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=layout.tp,
-        pipeline_model_parallel_size=layout.pp,
-        virtual_pipeline_model_parallel_size=layout.vpp if layout.interleaved else None,
-        context_parallel_size=layout.cp,
-        expert_model_parallel_size=layout.ep,
-        distributed_timeout_minutes=math.ceil(timeout / timedelta(minutes=1)),
+    with _connecting():
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=layout.tp,
+            pipeline_model_parallel_size=layout.pp,
+            virtual_pipeline_model_parallel_size=layout.vpp if layout.interleaved else None,
+            context_parallel_size=layout.cp,
+            expert_model_parallel_size=layout.ep,
+            distributed_timeout_minutes=math.ceil(timeout / timedelta(minutes=1)),
+        )
+
+
+@contextmanager
+def _connecting() -> Iterator[None]:
+    """Name the likely cause where torch cannot connect the ranks: its own error names an address alone."""
+    try:
+        yield
+    except dist.DistError as error:
+        raise BackendError(_lost_peer(error)) from error
+    except RuntimeError as error:
+        if "Gloo" not in str(error):
+            raise
+        raise BackendError(_lost_peer(error)) from error
+
+
+def _lost_peer(error: Exception) -> str:
+    return (
+        f"rank {os.environ.get('RANK', '0')} could not connect to the other ranks "
+        f"({str(error).splitlines()[0]}): a rank that ended before, here or on another node, says why in "
+        "its own output; see that first"
     )
 
 

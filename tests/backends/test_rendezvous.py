@@ -52,6 +52,12 @@ def test_only_workers_that_use_torchruns_store_need_it(monkeypatch: pytest.Monke
     assert elastic_group(SOON) == {}
 
 
+def test_a_peer_that_ended_is_named_in_place_of_an_address() -> None:
+    said, _ = run_ranks(2, "tests.patches.ranks:a_peer_that_refuses")
+    assert said.startswith("rank 0 could not connect to the other ranks (")
+    assert said.endswith("says why in its own output; see that first")
+
+
 def test_a_second_default_group_does_not_find_the_addresses_of_the_first() -> None:
     """Without names of their own 2 of 2 trials ended with "Connection refused": the rank that is early reads
     the address which the other published for the group before."""
