@@ -15,9 +15,7 @@ import torch
 import torch.distributed as dist
 
 import mt_megatron
-from mt_megatron.backends.distributed import rendezvous
 from mt_megatron.backends.distributed.namespace import shared_groups
-from mt_megatron.errors import BackendError
 from mt_megatron.parallel import rank_layout
 
 
@@ -84,19 +82,6 @@ def default_groups_one_after_another(times: int) -> list[float]:
         sums.append(value.item())
         rank_layout.destroy()
     return sums
-
-
-def a_peer_that_refuses() -> str:
-    """What rank 0 says where rank 1 ends between the rendezvous and connecting."""
-    backend = mt_megatron.patch("cpu") and mt_megatron.backend()
-    if os.environ["RANK"] == "1":
-        rendezvous.elastic_group(timedelta(seconds=20))
-        return ""
-    try:
-        rank_layout.initialize(rank_layout.RankLayout(world_size=2, tp=2), backend, timedelta(seconds=2))
-    except BackendError as error:
-        return str(error)
-    return "connected"
 
 
 def leave_as_soon_as_groups_are_made(late: float) -> dict[str, float]:
