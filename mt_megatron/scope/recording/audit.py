@@ -103,19 +103,3 @@ def _put_aside(path: Path, handle: int) -> bool:
 
 def _cut(value: Any) -> Any:
     return value[:_LONGEST] if isinstance(value, str) else value
-
-
-def read_audit(path: Path) -> list[Mapping[str, Any]]:
-    """Lines of the file ``path`` and of the one put aside before it, oldest first; what is no JSON object is
-    left out."""
-    found: list[Mapping[str, Any]] = []
-    for each in (path.with_name(path.name + ".1"), path):
-        try:
-            lines = each.read_text(encoding="utf-8").splitlines()
-        except OSError:
-            continue
-        for line in lines:
-            with contextlib.suppress(ValueError):
-                record = json.loads(line)
-                found += [record] if isinstance(record, dict) else []
-    return found

@@ -17,10 +17,10 @@ from mt_megatron.scope.control.commands import leave
 from mt_megatron.scope.control.control import Control
 from mt_megatron.scope.lab.lab import Lab, _Armed
 from mt_megatron.scope.lab.specification import perturbation_from
-from mt_megatron.scope.recording.audit import read_audit
 from mt_megatron.scope.recording.checks import checked
 from mt_megatron.scope.session import Session
 from mt_megatron.seams import events
+from tests.scope.recording.audit_lines import read_audit
 
 
 class Counting:

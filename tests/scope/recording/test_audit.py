@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from mt_megatron.scope.recording import audit
-from mt_megatron.scope.recording.audit import Audit, read_audit
+from mt_megatron.scope.recording.audit import Audit
+from tests.scope.recording.audit_lines import read_audit
 
 
 @pytest.fixture
