@@ -13,11 +13,14 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from multiprocessing import resource_tracker
+from multiprocessing import resource_tracker, util
 from typing import Any
 
 SHIELDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 """Signals that end no worker."""
+
+TEMPORARY_FOLDER = "MT_MEGATRON_TEMPORARY_FOLDER"
+"""A launch's folder for its processes' temporary files; the launch removes it when they have ended."""
 
 _LOOK_SECONDS = 5.0
 
@@ -38,6 +41,7 @@ def starting(context: Any) -> Iterator[None]:
     ``context`` is multiprocessing's, or None for the default one. Where workers do not call ``shield``
     nothing is blocked, because nobody would take the signals there.
     """
+    _share_temporary_folder()
     method = (context or multiprocessing).get_start_method()
     # Processes of a fork server begin as the server did, and so would all that it makes later.
     if method == "forkserver" or (method != "fork" and not _spawned_are_patched):
@@ -51,6 +55,18 @@ def starting(context: Any) -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _share_temporary_folder() -> None:
+    """Have workers put their sockets in this process's folder, or in its launch's where there is one.
+
+    A worker that a signal ends leaves a folder of its own behind; this process removes its folder at exit,
+    the launch also after a SIGKILL.
+    """
+    config: dict[str, Any] = multiprocessing.current_process()._config  # type: ignore[attr-defined]
+    if TEMPORARY_FOLDER in os.environ and os.path.isdir(os.environ[TEMPORARY_FOLDER]):
+        config.setdefault("tempdir", os.environ[TEMPORARY_FOLDER])
+    util.get_temp_dir()
 
 
 def shield() -> None:

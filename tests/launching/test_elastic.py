@@ -71,3 +71,48 @@ def test_a_rank_that_a_signal_ended_has_torchruns_report(tmp_path: Path) -> None
         [sys.executable, "-m", "mt_megatron.launching.jobs.elastic", *words, str(script)], env=ENVIRONMENT
     )
     assert done.returncode == 1 and "exitcode  : -9" in done.stderr
+
+
+LOADING = """
+import os, signal
+from torch.utils.data import DataLoader
+from mt_megatron.backends.loader_workers import starting
+with starting(None):
+    batches = iter(DataLoader(range(64), batch_size=4, num_workers=1))
+next(batches)
+os.kill(batches._workers[0].pid, signal.SIGKILL)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_launch_leaves_nothing_of_its_own_in_the_temporary_folder(tmp_path: Path) -> None:
+    """torchrun's logs, and sockets of loader workers whose trainer was killed; others' folders stay."""
+    script, temporary = tmp_path / "rank.py", tmp_path / "temporary"
+    script.write_text(LOADING)
+    (temporary / "pymp-of-others").mkdir(parents=True)
+    run = "import os, sys; from mt_megatron.launching.jobs.supervise import supervise as run; "
+    words = [
+        "-m",
+        "mt_megatron.launching.jobs.elastic",
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-endpoint",
+        "127.0.0.1:0",
+    ]
+    done = run_command(
+        [
+            sys.executable,
+            "-c",
+            f"{run}sys.exit(run(sys.argv[1:], os.environ))",
+            sys.executable,
+            *words,
+            str(script),
+        ],
+        env={
+            **ENVIRONMENT,
+            "TMPDIR": str(temporary),
+            "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"),  # torch's, for later runs
+        },
+    )
+    assert done.returncode == 1 and "exitcode  : -9" in done.stderr
+    assert [each.name for each in temporary.iterdir()] == ["pymp-of-others"]

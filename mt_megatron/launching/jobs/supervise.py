@@ -11,12 +11,15 @@ import ctypes
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
 import psutil
+
+from mt_megatron.backends.loader_workers import TEMPORARY_FOLDER
 
 _HANDED_ON = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
 _LOOK_SECONDS = 0.2
@@ -29,12 +32,16 @@ def supervise(command: Sequence[str], environment: Mapping[str, str], *, when_te
 
     SIGUSR1 goes to the processes that torchrun started, once all of them listen for it. SIGTERM and
     SIGINT go there as SIGTERM if they listen, else to torchrun; a second one goes to torchrun always.
+    Temporary files of torchrun and of loader workers go to a folder that ends with it.
     """
     waiting: list[int] = []
+    # torchrun never removes its folder of logs, and a process that is killed none of its own.
+    folder = tempfile.TemporaryDirectory(prefix="mtlaunch-", ignore_cleanup_errors=True)
+    environment = {"PET_LOG_DIR": folder.name, **environment, TEMPORARY_FOLDER: folder.name}
     before = {number: signal.signal(number, _Note(waiting)) for number in _HANDED_ON}
     # A session of its own: Ctrl-C in a terminal must not reach torchrun past this process.
     process = subprocess.Popen(
-        list(command), env=dict(environment), start_new_session=True, preexec_fn=_in_torchrun
+        list(command), env=environment, start_new_session=True, preexec_fn=_in_torchrun
     )
     try:
         return _watch(process, waiting, when_terminated)
@@ -42,6 +49,7 @@ def supervise(command: Sequence[str], environment: Mapping[str, str], *, when_te
         if process.poll() is None:
             process.terminate()
             process.wait()
+        folder.cleanup()
         for number, handler in before.items():
             signal.signal(number, handler)
 
