@@ -43,6 +43,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     """Ask, wait for the answer, show it."""
+    from mt_megatron.scan.format.recording_end import require_recorder
     from mt_megatron.scan.format.run_files import existing_run, read_run, write_private
     from mt_megatron.scan.respond.agent import measurements_path, request_path
     from mt_megatron.scan.respond.confirm import Request, check_request
@@ -56,6 +57,7 @@ def run(args: argparse.Namespace) -> int:
         ranks=tuple(args.ranks or args.link),
     )
     check_request(request, int(read_run(files)["world_size"]))
+    require_recorder(files)
     path = request_path(files)
     deadline = time.monotonic() + args.timeout
     with _alone(files.root / ".measure.lock", deadline) as alone:

@@ -48,6 +48,7 @@ def run(args: argparse.Namespace) -> int:
     """Ask the ranks, wait, and take it back."""
     from mt_megatron.checkpoint.file_locks import FileLock
     from mt_megatron.scan.drill.faults import LONGEST_SECONDS, parse_fault
+    from mt_megatron.scan.format.recording_end import require_recorder
     from mt_megatron.scan.format.run_files import existing_run, read_run, write_private
     from mt_megatron.scan.respond.agent import drill_log_path, drill_path
 
@@ -58,6 +59,7 @@ def run(args: argparse.Namespace) -> int:
     files = existing_run(args.run)
     world_size = int(read_run(files)["world_size"])
     faults = [parse_fault(text, world_size) for text in args.faults]
+    require_recorder(files)
     path, log = drill_path(files), drill_log_path(files)
     lock = FileLock(path.with_name(f".{path.name}.lock"), create=True, mode=0o600)
     if lock.state == "busy" or (path.exists() and _still_on(path)):

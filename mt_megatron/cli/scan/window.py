@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +13,6 @@ _EXAMPLE = (
     "examples:\n  mt-megatron scan window RUN 100:2:full\n  mt-megatron scan window RUN none\n\n"
     "exit codes: 0 fine, 1 no such trace, 2 wrong use"
 )
-_SILENT_SECONDS = 10.0
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
@@ -48,20 +46,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def say_who_hears(files: RunFiles) -> None:
-    """Whether ranks are there to take it up: those that write do so several times a second."""
-    from mt_megatron.scan.format.run_files import segment_paths
+    """Whether ranks are there to take it up."""
+    from mt_megatron.scan.format.recording_end import may_record
 
-    newest: dict[int, float] = {}
-    for rank in files.ranks():
-        times = [path.stat().st_mtime for path in segment_paths(files.rank_folder(rank))[-1:]]
-        newest[rank] = max(times, default=0.0)
-    silent = [rank for rank, when in newest.items() if time.time() - when > _SILENT_SECONDS]
-    if not newest or len(silent) == len(newest):
-        print(f"no rank has written for {_SILENT_SECONDS:g} s: if the run has ended, nobody takes it up")
-    elif silent:
-        print(
-            f"the ranks take it up at their next step; {len(silent)} of {len(newest)} are silent: "
-            f"{silent[:8]}"
-        )
+    ranks = files.ranks()
+    ended = [rank for rank in ranks if not may_record(files.rank_folder(rank))]
+    if len(ended) == len(ranks):
+        print("no rank records there: the run has ended or was killed, and a later start does not take it up")
+    elif ended:
+        print(f"the ranks take it up at their next step; {len(ended)} of {len(ranks)} ended: {ended[:8]}")
     else:
-        print(f"{len(newest)} rank(s) take it up at their next step")
+        print(f"{len(ranks)} rank(s) take it up at their next step")

@@ -1,7 +1,8 @@
 """How a rank's recording ended, in a file whose room was taken at its start: the disk may be full by then.
 
 ``rank-00003/ended.json`` is blank while the rank records. A rank that was killed leaves it blank; one whose
-tracing failed says when and why, one that closed its trace in good order says that.
+tracing failed says when and why, one that closed its trace in good order says that. The recorder holds a lock
+on the file, which ends with its process.
 """
 
 from __future__ import annotations
@@ -15,7 +16,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from mt_megatron.checkpoint.file_locks import FileLock
+from mt_megatron.errors import ScanError
+
 from .permissions import open_private
+from .run_files import RunFiles
 
 NAME = "ended.json"
 
@@ -62,6 +67,8 @@ class Ending:
         self._session = session
         # Not truncated: an earlier session's room is this one's, also where the disk is full.
         self._file = open_private(folder / NAME, os.O_RDWR | os.O_CREAT)
+        # Shared: only a reader that looks for it (``may_record``) has it exclusively, for a moment.
+        self._lock = FileLock(folder / NAME, shared=True, wait=True)
         try:
             self._fill("")
         except BaseException:
@@ -89,12 +96,34 @@ class Ending:
         file, self._file = self._file, -1
         if file >= 0:
             os.close(file)
+            self._lock.close()
 
     def _fill(self, text: str) -> None:
         data = text.encode()[: _SIZE - 1].ljust(_SIZE - 1) + b"\n"
         done = 0
         while done < _SIZE:
             done += os.pwrite(self._file, data[done:], done)
+
+
+def require_recorder(files: RunFiles) -> None:
+    """Raise ``ScanError`` where no process records to ``files``: each has ended or was killed."""
+    if not any(may_record(files.rank_folder(rank)) for rank in files.ranks()):
+        raise ScanError(
+            f"no rank records to {files.root}: its run has ended, or was killed; expected one that "
+            "trains with its trace on. Start it again; where file locks end at "
+            "a machine, ask on one of the run's"
+        )
+
+
+def may_record(folder: Path) -> bool:
+    """Whether a process records to ``folder``, a rank's, by its lock; True where there are no locks."""
+    try:
+        with FileLock(folder / NAME) as lock:
+            return lock.state != "held"
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
 
 
 def read_ended(folder: Path, session: int) -> Ended | None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -16,13 +18,17 @@ import psutil
 import pytest
 
 from mt_megatron.backends import registry
-from mt_megatron.errors import ConfigError
+from mt_megatron.errors import ConfigError, ScanError
 from mt_megatron.scan.drill.faults import KINDS, Fault, faults_from, parse_fault
 from mt_megatron.scan.drill.inject import Injector
-from mt_megatron.scan.format.run_files import run_files, write_run
+from mt_megatron.scan.format.permissions import make_private_folder
+from mt_megatron.scan.format.recording_end import Ending, may_record, require_recorder
+from mt_megatron.scan.format.run_files import RunFiles, run_files, write_run
+from mt_megatron.scan.record.recorder import Recorder
 from mt_megatron.scan.respond.agent import Attendant, drill_path
 from mt_megatron.seams import events
 from tests.locks import locked_by_another
+from tests.scan.recordings import record
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -187,9 +193,16 @@ def test_what_fails_in_a_drill_ends_the_drill_alone(
     assert sum("drill" in record.getMessage() for record in caplog.records) == 1
 
 
+def recording(files: RunFiles, rank: int) -> Ending:
+    """What says that a rank records."""
+    make_private_folder(files.rank_folder(rank))
+    return Ending(files.rank_folder(rank), 0)
+
+
 def test_the_command_asks_a_running_rank_and_takes_it_back(tmp_path: Path) -> None:
     files = run_files(tmp_path)
     write_run(files, {"world_size": 2})
+    ending = recording(files, 1)
     attendant = Attendant(
         files,
         rank=1,
@@ -218,17 +231,63 @@ def test_the_command_asks_a_running_rank_and_takes_it_back(tmp_path: Path) -> No
         stop.set()
         looking.join()
         attendant.close()
+        ending.close()
     assert any(listened), "it was on"
 
 
-def test_a_run_that_is_over_takes_nothing_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from mt_megatron.cli.main import main
-    from mt_megatron.cli.scan import inject as scan_inject
+KILLED = """
+import os, signal, sys
+from mt_megatron.scan.record.recorder import Recorder
+Recorder(sys.argv[1], rank=0).start()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
 
-    monkeypatch.setattr(scan_inject, "_HEARD_WITHIN", 0.3)
-    write_run(run_files(tmp_path), {"world_size": 2})
+
+@pytest.mark.parametrize("how", ["killed", "closed", "made elsewhere"])
+def test_a_run_that_is_over_is_asked_for_nothing(
+    tmp_path: Path, how: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from mt_megatron.cli.main import main
+
+    files = run_files(tmp_path)
+    write_run(files, {"world_size": 2})
+    if how == "killed":
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        assert subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], env=environment).returncode == -9
+    elif how == "closed":
+        record(tmp_path, lambda recorder: None)
+    before = {path: path.stat().st_mtime_ns for path in files.root.rglob("*")}
+    began = time.monotonic()
     assert main(["scan", "inject", str(tmp_path), "slow_rank:rank=1"]) == 1
-    assert not drill_path(run_files(tmp_path)).exists()
+    assert main(["scan", "confirm", str(tmp_path), "--ranks", "1"]) == 1
+    assert time.monotonic() - began < 5
+    assert capsys.readouterr().err.count(f"no rank records to {files.root}") == 2
+    assert {path: path.stat().st_mtime_ns for path in files.root.rglob("*")} == before
+    assert main(["scan", "level", str(tmp_path), "full"]) == 0
+    assert "no rank records there" in capsys.readouterr().out
+
+
+def test_a_run_that_goes_on_may_be_asked(tmp_path: Path) -> None:
+    """A child of the rank that lives on does not make it one that records."""
+    from mt_megatron.cli.main import main
+
+    files = run_files(tmp_path)
+    recorder = Recorder(tmp_path, rank=0)
+    recorder.start()
+    child = os.fork()
+    if not child:
+        time.sleep(60)
+        os._exit(0)
+    try:
+        require_recorder(files)
+        assert may_record(files.rank_folder(0)) and not may_record(files.rank_folder(1))
+        recorder.close()
+        with pytest.raises(ScanError, match="no rank records to"):
+            require_recorder(files)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    write_run(files, {"world_size": 2})
     assert main(["scan", "inject", str(tmp_path), "slow_rank:rank=2"]) == 2, "there is no such rank"
     assert main(["scan", "inject", str(tmp_path / "none"), "slow_rank:rank=1"]) != 0
 
@@ -249,6 +308,6 @@ def test_of_two_drills_at_once_one_is_refused(tmp_path: Path, capsys: pytest.Cap
 
     files = run_files(tmp_path)
     write_run(files, {"world_size": 2})
-    with locked_by_another(files.root / ".inject.json.lock"):
+    with locked_by_another(files.root / ".inject.json.lock"), contextlib.closing(recording(files, 1)):
         assert main(["scan", "inject", str(tmp_path), "slow_rank:rank=1", "--seconds", "1"]) == 2
     assert "another drill is on" in capsys.readouterr().err and not drill_path(files).exists()

@@ -145,7 +145,7 @@ def test_the_command_line_says_what_is_wrong(tmp_path: Path, capsys: pytest.Capt
     assert ended.value.code == 2
     assert not run_files(tmp_path).control.exists()
     assert main(["scan", "level", str(tmp_path), "full"]) == 0
-    assert "nobody takes it up" in capsys.readouterr().out
+    assert "no rank records there" in capsys.readouterr().out
     run_files(tmp_path).control.write_text("{")
     with pytest.raises(ScanError, match="cannot be read"):
         change_control(run_files(tmp_path), {"level": "full"})
