@@ -82,6 +82,14 @@ def print_suggestion(config: TrainingConfig, args: argparse.Namespace) -> int:
         devices_per_node=args.devices_per_node,
         **{name: getattr(args, name) for name, _, _ in _OVERRIDES},
     )
+    shape = model_shape(config)
+    layer = count_parameters(shape).total // shape.num_layers
+    if 0 < args.world_size * hardware.memory_bytes < layer:
+        raise ConfigError(
+            f"--device-memory is {args.device_memory}: {hardware.memory_bytes:g} bytes a device, and a "
+            f"layer has {layer:,} parameters; expected the memory with its unit, such as 24GiB, or one of "
+            f"{', '.join(device.name for device in DEVICES.values())}"
+        )
     found = suggest(config, args.world_size, hardware, expert_imbalance=args.expert_imbalance)
     if args.json:
         print(json.dumps(as_data(found, args.config_argv, args.top), indent=2))

@@ -186,6 +186,11 @@ def test_text_tells_memory_by_part(capsys: pytest.CaptureFixture[str]) -> None:
         ),
         (("--suggest", "--world-size", "8", "--device-memory", "lots"), "--device-memory is 'lots'"),
         (("--suggest", "--world-size", "8", "--device-memory", "H100", "--top", "0"), "--top is 0"),
+        (
+            ("--suggest", "--world-size", "8", "--device-memory", "4090"),
+            "--device-memory is 4090: 4090 bytes a device, and a layer has 2",
+        ),
+        (("--suggest", "--world-size", "8", "--device-memory", "24"), "with its unit, such as 24GiB"),
     ],
 )
 def test_impossible_layouts_are_wrong_use(
