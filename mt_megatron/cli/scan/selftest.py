@@ -71,6 +71,16 @@ def run(args: argparse.Namespace) -> int:
             dist.destroy_process_group()
     if rank == 0:
         print("\n".join(found.lines()), flush=True)
+        if world_size == 1:
+            # Ranks of a CPU share it; a device has one rank.
+            count = max(backend.device_count(), 1 + (backend.device_type == "cpu"))
+            where = f"--nproc-per-node {count}"
+            if count == 1:
+                where += " --nnodes N --rdzv-backend c10d --rdzv-endpoint HOST:29400"
+            print(
+                f"to compare ranks: torchrun {where} -m mt_megatron.cli scan selftest "
+                f"--backend {backend.name}"
+            )
         if args.json is not None:
             args.json.write_text(json.dumps(found.to_dict(), indent=1) + "\n", encoding="utf-8")
     return int(bool(found.outliers))

@@ -76,7 +76,7 @@ class Selftest:
                 f"{max(speeds):,.2f})"
             )
         if ranks < 2:
-            return [*found, "  one rank: nothing was compared; start it with torchrun as the run itself"]
+            return [*found, "  one rank: nothing was compared"]
         if not self.links:
             found.append("  no link was measured")
         elif len(self.links) < 3:

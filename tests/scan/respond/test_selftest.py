@@ -86,6 +86,7 @@ def test_the_command_measures_alone(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "nothing was compared" in done.stdout and "stands out" not in done.stdout
+    assert "torchrun --nproc-per-node 2 -m mt_megatron.cli scan selftest --backend cpu\n" in done.stdout
     assert ", from " not in done.stdout
     found = json.loads((tmp_path / "found.json").read_text())
     assert all(rates[0] > 0 for rates in found["rates"].values()) and found["links"] == []
