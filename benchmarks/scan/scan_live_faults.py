@@ -65,7 +65,7 @@ def plan(
     d = rank()
     add("competing load", (d,), ("host_contention",), lambda: groups.competitors(d, *layout.competitors))
     e = rank()
-    add("repeated work", (e,), ("slow_compute",), lambda: _drill(running, f"slow_rank:rank={e},factor=3"))
+    add("repeated work", (e,), ("slow_compute",), lambda: _drill(running, f"slow_compute:rank={e},factor=3"))
     if layout.links:
         f = pick.choice(layout.links)
         add("delayed sockets", f.ranks, ("slow_link",), lambda: network.delayed(*f.ranks, f.delay))

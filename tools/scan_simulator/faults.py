@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from mt_megatron.errors import ConfigError
+from mt_megatron.scan.drill.faults import FORMER_KINDS
 
 from .layout import Layout
 
@@ -183,6 +184,7 @@ def _kinds(layout: Layout) -> tuple[str, ...]:
 def parse_fault(text: str) -> Fault:
     """``slow_compute:rank=3,factor=1.2,first=20`` as a fault. Raises ``ConfigError``."""
     cause, _, rest = text.partition(":")
+    cause = FORMER_KINDS.get(cause, cause)
     if cause not in _OPTIONS:
         raise ConfigError(f"fault {cause!r}; expected one of {', '.join(_OPTIONS)}")
     expected = (*_OPTIONS[cause], *_COMMON)

@@ -34,7 +34,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         description="Make real faults in the ranks of a running, traced job: extra work, stops, waits.\n"
         "They end after --seconds, with Ctrl-C, or with the job, whichever comes first.",
         epilog="faults (figures left out are these):\n" + "\n".join(kinds) + "\n\nexample:\n"
-        "  mt-megatron scan inject runs/a slow_rank:rank=3,factor=1.5 --seconds 60\n\n"
+        "  mt-megatron scan inject runs/a slow_compute:rank=3,factor=1.5 --seconds 60\n\n"
         "exit codes: 0 done and undone, 1 no rank took it up, 2 wrong use",
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="the run's folder")

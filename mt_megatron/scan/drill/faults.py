@@ -1,4 +1,4 @@
-"""Which faults can be asked for, as text and as data: ``slow_rank:rank=3,factor=1.5``."""
+"""Which faults can be asked for, as text and as data: ``slow_compute:rank=3,factor=1.5``."""
 
 from __future__ import annotations
 
@@ -10,15 +10,24 @@ from typing import Any
 from mt_megatron.errors import ConfigError
 
 KINDS: Mapping[str, tuple[str, Mapping[str, float]]] = {
-    "slow_rank": ("every forward and backward of the rank does so many times its work", {"factor": 1.5}),
+    "slow_compute": ("every forward and backward of the rank does so many times its work", {"factor": 1.5}),
     "slow_link": ("every transfer between the two ranks takes so much longer", {"ms": 5.0}),
     "jitter": ("random waits of this mean before every forward and backward", {"ms": 5.0}),
-    "pause": ("the process is stopped for so long, again and again", {"seconds": 1.0, "every": 5.0}),
-    "slow_disk": ("every wait for data has so much writing to the disk in it", {"ms": 50.0}),
-    "busy_host": ("so many busy processes on the rank's own processors", {"processes": 2.0}),
+    "host_pause": ("the process is stopped for so long, again and again", {"seconds": 1.0, "every": 5.0}),
+    "slow_data": ("every wait for data has so much writing to the disk in it", {"ms": 50.0}),
+    "host_contention": ("so many busy processes on the rank's own processors", {"processes": 2.0}),
     "uneven_work": ("the routers send the rank's experts more tokens: added to their scores", {"bias": 2.0}),
 }
-"""Kind -> what it does, and its figures with what they are when left out."""
+"""Kind, named as the cause that the diagnosis finds -> what it does, and its figures with what they are when
+left out."""
+
+FORMER_KINDS: Mapping[str, str] = {
+    "slow_rank": "slow_compute",
+    "pause": "host_pause",
+    "slow_disk": "slow_data",
+    "busy_host": "host_contention",
+}
+"""Former names, which are still read -> kinds."""
 
 LONGEST_SECONDS = 3600.0
 
@@ -48,6 +57,7 @@ class Fault:
 def parse_fault(text: str, world_size: int | None = None) -> Fault:
     """What ``text`` asks for. Raises ``ConfigError``."""
     kind, _, rest = text.partition(":")
+    kind = FORMER_KINDS.get(kind, kind)
     if kind not in KINDS:
         raise ConfigError(f"found the fault {kind!r} in {text!r}; expected one of {', '.join(KINDS)}")
     figures = dict(KINDS[kind][1])
@@ -69,7 +79,7 @@ def parse_fault(text: str, world_size: int | None = None) -> Fault:
         raise ConfigError(f"found rank {max(ranks)} in {text!r}; expected 0 to {world_size - 1}")
     if figures.get("factor", 1.0) < 1.0:
         raise ConfigError(f"found factor={figures['factor']:g} in {text!r}; expected at least 1")
-    if kind == "pause" and figures["every"] <= figures["seconds"]:
+    if kind == "host_pause" and figures["every"] <= figures["seconds"]:
         raise ConfigError(f"found every={figures['every']:g} in {text!r}; expected more than seconds")
     return Fault(kind=kind, ranks=ranks, figures=figures)
 

@@ -28,7 +28,7 @@ from .load import Products, busy_process, stop_this_process, write_for
 
 logger = logging.getLogger("mt_megatron")
 
-_LISTENING = frozenset({"slow_rank", "slow_link", "jitter", "slow_disk"})
+_LISTENING = frozenset({"slow_compute", "slow_link", "jitter", "slow_data"})
 _WORK = frozenset({"forward", "backward"})
 _WAITS = frozenset({"collective", "p2p"})
 _DRIFT = 0.02
@@ -79,10 +79,10 @@ class Injector:
 
     def _begin(self, fault: Fault) -> None:
         figures = fault.figures
-        if fault.kind == "pause":
+        if fault.kind == "host_pause":
             pauses = _Pauses(figures["seconds"], figures["every"])
             self._undo.append(pauses.close)
-        elif fault.kind == "busy_host":
+        elif fault.kind == "host_contention":
             for _ in range(max(1, round(figures["processes"]))):
                 self._undo.append(partial(_end, busy_process()))
         elif fault.kind == "uneven_work":
@@ -98,10 +98,10 @@ class _Heard:
         self._scratch = scratch
         by_kind = {kind: [one for one in faults if one.kind == kind] for kind in _LISTENING}
         self._factor = 1.0
-        for one in by_kind["slow_rank"]:
+        for one in by_kind["slow_compute"]:
             self._factor *= one.figures["factor"]
         self._jitter = sum(one.figures["ms"] for one in by_kind["jitter"]) / 1e3
-        self._disk = sum(one.figures["ms"] for one in by_kind["slow_disk"]) / 1e3
+        self._disk = sum(one.figures["ms"] for one in by_kind["slow_data"]) / 1e3
         self._links = LinkDelays(
             rank,
             [

@@ -148,7 +148,7 @@ class Perturbation:
     """Whether the state before it is kept, so that it can be undone."""
 
     fault: str = ""
-    """Of kind ``fault``: as ``scan inject`` takes it, such as ``slow_rank:rank=3,factor=1.5``."""
+    """Of kind ``fault``: as ``scan inject`` takes it, such as ``slow_compute:rank=3,factor=1.5``."""
 
     def text(self) -> str:
         """One line for people."""

@@ -12,15 +12,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import psutil
 import pytest
 
 from mt_megatron.backends import registry
 from mt_megatron.errors import ConfigError, ScanError
-from mt_megatron.scan.drill.faults import KINDS, Fault, faults_from, parse_fault
+from mt_megatron.scan.drill.faults import FORMER_KINDS, KINDS, Fault, faults_from, parse_fault
 from mt_megatron.scan.drill.inject import Injector
+from mt_megatron.scan.findings.finding import Cause
 from mt_megatron.scan.format.permissions import make_private_folder
 from mt_megatron.scan.format.recording_end import Ending, may_record, require_recorder
 from mt_megatron.scan.format.run_files import RunFiles, run_files, write_run
@@ -64,23 +65,23 @@ def test_every_kind_is_read_back_as_it_was_written() -> None:
         one = parse_fault(f"{kind}:{who}")
         assert one.figures == KINDS[kind][1] and parse_fault(one.text()) == one
         assert faults_from(json.loads(json.dumps([one.to_dict()]))) == (one,)
-    assert parse_fault("slow_rank:factor=1.25,rank=2-4").ranks == (2, 4)
+    assert parse_fault("slow_compute:factor=1.25,rank=2-4").ranks == (2, 4)
 
 
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("slow", "expected one of slow_rank"),
-        ("slow_rank", "found no rank"),
-        ("slow_rank:rank=x", "expected numbers from 0"),
-        ("slow_rank:rank=-1", "expected numbers from 0"),
-        ("slow_rank:rank=1,speed=2", "expected NAME=VALUE with one of rank, factor"),
-        ("slow_rank:rank=1,factor=nan", "expected a number above 0"),
-        ("slow_rank:rank=1,factor=0.5", "expected at least 1"),
-        ("slow_rank:rank=8", "expected 0 to 7"),
+        ("slow", "expected one of slow_compute"),
+        ("slow_compute", "found no rank"),
+        ("slow_compute:rank=x", "expected numbers from 0"),
+        ("slow_compute:rank=-1", "expected numbers from 0"),
+        ("slow_compute:rank=1,speed=2", "expected NAME=VALUE with one of rank, factor"),
+        ("slow_compute:rank=1,factor=nan", "expected a number above 0"),
+        ("slow_compute:rank=1,factor=0.5", "expected at least 1"),
+        ("slow_compute:rank=8", "expected 0 to 7"),
         ("slow_link:ranks=2", "expected two"),
         ("slow_link:ranks=2-2", "expected two"),
-        ("pause:rank=1,seconds=5,every=2", "expected more than seconds"),
+        ("host_pause:rank=1,seconds=5,every=2", "expected more than seconds"),
     ],
 )
 def test_what_makes_no_sense_is_refused(text: str, why: str) -> None:
@@ -88,7 +89,7 @@ def test_what_makes_no_sense_is_refused(text: str, why: str) -> None:
         parse_fault(text, 8)
 
 
-@pytest.mark.parametrize("records", [[{}], [{"kind": "slow_rank", "ranks": 3, "figures": {}}], [1]])
+@pytest.mark.parametrize("records", [[{}], [{"kind": "slow_compute", "ranks": 3, "figures": {}}], [1]])
 def test_a_file_of_somebody_elses_is_refused(records: Any) -> None:
     with pytest.raises(ConfigError):
         faults_from(records)
@@ -96,7 +97,7 @@ def test_a_file_of_somebody_elses_is_refused(records: Any) -> None:
 
 def test_a_slow_rank_really_works_more(injector: Injector) -> None:
     usual = spent("forward", time.thread_time)
-    injector.set([fault("slow_rank:rank=1,factor=4")])
+    injector.set([fault("slow_compute:rank=1,factor=4")])
     spent("forward", time.thread_time)  # this one is measured
     slow = spent("forward", time.thread_time)
     assert slow > 2.5 * usual, "processor time, which no other process can take"
@@ -106,7 +107,7 @@ def test_a_slow_rank_really_works_more(injector: Injector) -> None:
 
 
 def test_time_in_collectives_is_no_work_to_be_repeated(injector: Injector) -> None:
-    injector.set([fault("slow_rank:rank=1,factor=2")])
+    injector.set([fault("slow_compute:rank=1,factor=2")])
     for _ in range(2):
         before = time.thread_time()
         with events.span("forward"), events.span("collective", op="all_reduce", group="tp", ranks=(0, 1)):
@@ -116,7 +117,7 @@ def test_time_in_collectives_is_no_work_to_be_repeated(injector: Injector) -> No
 
 
 def test_other_ranks_faults_are_not_this_ones(injector: Injector) -> None:
-    injector.set([fault("slow_rank:rank=0,factor=4"), fault("slow_link:ranks=2-3")])
+    injector.set([fault("slow_compute:rank=0,factor=4"), fault("slow_link:ranks=2-3")])
     assert injector.faults == () and not events.listening()
 
 
@@ -136,7 +137,7 @@ def test_a_slow_link_holds_up_what_goes_over_it_and_nothing_else(injector: Injec
 
 
 def test_a_slow_disk_really_writes(injector: Injector, tmp_path: Path) -> None:
-    injector.set([fault("slow_disk:rank=1,ms=150")])
+    injector.set([fault("slow_data:rank=1,ms=150")])
     writes = psutil.Process().io_counters().write_count
     began = time.perf_counter()
     with events.span("data"):
@@ -153,7 +154,7 @@ def test_a_pause_really_stops_the_process_and_lets_it_go_on(tmp_path: Path) -> N
         "from mt_megatron.scan.drill.faults import parse_fault\n"
         "from mt_megatron.scan.drill.inject import Injector\n"
         "injector = Injector(1, Path(sys.argv[1]), None)\n"
-        "injector.set([parse_fault('pause:rank=1,seconds=0.7,every=1')])\n"
+        "injector.set([parse_fault('host_pause:rank=1,seconds=0.7,every=1')])\n"
         "longest, before, end = 0.0, time.monotonic(), time.monotonic() + 1.5\n"
         "while time.monotonic() < end:\n"
         "    time.sleep(0.005)\n"
@@ -175,7 +176,7 @@ def test_a_pause_really_stops_the_process_and_lets_it_go_on(tmp_path: Path) -> N
 
 def test_busy_neighbours_end_with_the_drill(injector: Injector) -> None:
     before = set(psutil.Process().children())
-    injector.set([fault("busy_host:rank=1,processes=2")])
+    injector.set([fault("host_contention:rank=1,processes=2")])
     children = set(psutil.Process().children()) - before
     assert len(children) == 2
     injector.close()
@@ -186,7 +187,7 @@ def test_what_fails_in_a_drill_ends_the_drill_alone(
     injector: Injector, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("mt_megatron.scan.drill.inject.write_for", lambda *given: 1 / 0)
-    injector.set([fault("slow_disk:rank=1,ms=100")])
+    injector.set([fault("slow_data:rank=1,ms=100")])
     for _ in range(3):
         with events.span("data"):
             pass
@@ -219,9 +220,9 @@ def test_the_command_asks_a_running_rank_and_takes_it_back(tmp_path: Path) -> No
     )
     looking.start()
     try:
-        done = inject(tmp_path, "slow_rank:rank=1", "--seconds", "2")
+        done = inject(tmp_path, "slow_compute:rank=1", "--seconds", "2")
         assert done.returncode == 0, done.stderr
-        assert done.stdout.splitlines()[:1] == ["rank 1: slow_rank:rank=1,factor=1.5"]
+        assert done.stdout.splitlines()[:1] == ["rank 1: slow_compute:rank=1,factor=1.5"]
         assert not drill_path(files).exists()
         deadline = time.monotonic() + 20
         while events.listening():
@@ -258,7 +259,7 @@ def test_a_run_that_is_over_is_asked_for_nothing(
         record(tmp_path, lambda recorder: None)
     before = {path: path.stat().st_mtime_ns for path in files.root.rglob("*")}
     began = time.monotonic()
-    assert main(["scan", "inject", str(tmp_path), "slow_rank:rank=1"]) == 1
+    assert main(["scan", "inject", str(tmp_path), "slow_compute:rank=1"]) == 1
     assert main(["scan", "confirm", str(tmp_path), "--ranks", "1"]) == 1
     assert time.monotonic() - began < 5
     assert capsys.readouterr().err.count(f"no rank records to {files.root}") == 2
@@ -288,8 +289,8 @@ def test_a_run_that_goes_on_may_be_asked(tmp_path: Path) -> None:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
     write_run(files, {"world_size": 2})
-    assert main(["scan", "inject", str(tmp_path), "slow_rank:rank=2"]) == 2, "there is no such rank"
-    assert main(["scan", "inject", str(tmp_path / "none"), "slow_rank:rank=1"]) != 0
+    assert main(["scan", "inject", str(tmp_path), "slow_compute:rank=2"]) == 2, "there is no such rank"
+    assert main(["scan", "inject", str(tmp_path / "none"), "slow_compute:rank=1"]) != 0
 
 
 def inject(run: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -309,5 +310,16 @@ def test_of_two_drills_at_once_one_is_refused(tmp_path: Path, capsys: pytest.Cap
     files = run_files(tmp_path)
     write_run(files, {"world_size": 2})
     with locked_by_another(files.root / ".inject.json.lock"), contextlib.closing(recording(files, 1)):
-        assert main(["scan", "inject", str(tmp_path), "slow_rank:rank=1", "--seconds", "1"]) == 2
+        assert main(["scan", "inject", str(tmp_path), "slow_compute:rank=1", "--seconds", "1"]) == 2
     assert "another drill is on" in capsys.readouterr().err and not drill_path(files).exists()
+
+
+def test_faults_have_the_names_of_their_causes_and_former_ones_are_read() -> None:
+    from tools.scan_simulator.faults import _OPTIONS
+    from tools.scan_simulator.faults import parse_fault as simulated
+
+    assert set(KINDS) - {"jitter"} <= set(get_args(Cause)) & set(_OPTIONS)
+    assert set(FORMER_KINDS.values()) <= set(KINDS)
+    for former, kind in FORMER_KINDS.items():
+        assert parse_fault(f"{former}:rank=1") == parse_fault(f"{kind}:rank=1")
+        assert simulated(f"{former}:rank=1") == simulated(f"{kind}:rank=1")
