@@ -514,8 +514,10 @@ def _unmet(aliases: Sequence[Alias], values: dict[str, Any]) -> list[str]:
 
 
 def check_names(argv: Sequence[str], more: Sequence[str]) -> None:
-    """Raise ``ConfigError`` for an option in ``argv`` that no configuration has and that is nearest to one of
-    ``more``, the other options (without dashes) of the command that was typed."""
+    """Raise ``ConfigError`` for a word in ``argv`` that belongs to no option, and for an option that no
+    configuration has and that is nearest to one of ``more``, the other options (without dashes) of the
+    command that was typed."""
+    _split_flags(argv)
     for word in argv:
         dashed = word[2:].partition("=")[0]
         name = dashed.replace("-", "_")

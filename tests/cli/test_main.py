@@ -222,3 +222,34 @@ def test_a_slip_is_near_an_option_of_the_command_or_of_a_run(
 ) -> None:
     assert cli.main(typed.split()) == 2
     assert f"Did you mean {meant}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *(
+            "doctor",
+            "patches list",
+            "patches check",
+            "patches explain auto",
+            "fp8 recipes",
+            "fp8 report auto",
+        ),
+        *("plan", "plan --backend auto", "launch", "launch --nodes 1", "pretrain --backend auto"),
+        *("pipeline explain auto", "pipeline simulate auto", "pipeline draw auto", "pipeline compare"),
+        *("pipeline simulate --pipeline-schedule auto", "diverge --a cpu --b cpu", "scan report auto"),
+        *("scan simulate auto", "scope report auto", "run --backend auto", "prepare --output auto"),
+        *("convert --from-hf auto --to-torch auto", "preprocess --input auto --output-prefix auto"),
+    ],
+)
+def test_a_word_that_belongs_to_no_option_is_named(
+    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    try:
+        code: Any = cli.main([*words.split(), "extra_positional"])
+    except SystemExit as end:
+        code = end.code
+    output = capsys.readouterr()
+    assert (code, output.out) == (2, "") and "extra_positional" in output.err.splitlines()[-1]
+    assert not list(tmp_path.iterdir())

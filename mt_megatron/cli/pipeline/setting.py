@@ -255,9 +255,9 @@ def _of_configuration(
     from mt_megatron.planning.validate.parallel import parallel_problems
     from mt_megatron.training.init_from_hf import load_run
 
+    config = load_run(argv)
     if world_size is None:
         raise ConfigError("--world-size is not given; expected the number of devices beside --model")
-    config = load_run(argv)
     if problems := [
         *model_problems(config),
         *parallel_problems(config, world_size),
