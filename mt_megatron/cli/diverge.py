@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from mt_megatron.cli.progress import ConsoleProgress
 from mt_megatron.errors import ConfigError
 
 _MARKER = "diverge.json"
@@ -100,7 +101,8 @@ def run(args: argparse.Namespace) -> int:
         began = time.monotonic()
         counted = "1 process" if side.processes == 1 else f"{side.processes} processes"
         _say(f"side {side.name}: {side.backend}, {counted} ...")
-        run_side(side, folder, args.timeout)
+        with _Progress() as progress:
+            run_side(side, folder, args.timeout, progress.advance if progress.has_bar else None)
         _say(f"side {side.name}: done in {time.monotonic() - began:.0f} s")
     _say("comparing")
     found = compare(
@@ -129,6 +131,17 @@ def run(args: argparse.Namespace) -> int:
     return 0 if found.first is None else 1
 
 
+class _Progress(ConsoleProgress):
+    """Outputs and gradients of modules that a side has computed."""
+
+    command = "diverge"
+
+    def advance(self, done: int, total: int) -> None:
+        """How far a side is; ``total`` is 0 before its step."""
+        figures = f"{done} of {total} outputs and gradients of modules" if total else "building the model"
+        self.show(time.monotonic(), done, total, figures)
+
+
 def _say(text: str) -> None:
     print(f"diverge: {text}", file=sys.stderr, flush=True)
 
@@ -138,7 +151,7 @@ def _remove_records(folder: Path) -> None:
     several models."""
     import shutil
 
-    for record in folder.glob("[ab]/rank_*.pt"):
+    for record in (*folder.glob("[ab]/rank_*.pt"), *folder.glob("[ab]/rank_*.progress")):
         record.unlink()
     shutil.rmtree(folder / "initial", ignore_errors=True)
 

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from mt_megatron.backends.distributed.rendezvous import loopback_store
@@ -15,6 +16,10 @@ from mt_megatron.errors import MtMegatronError
 from mt_megatron.host import limits
 
 from .side import Side
+
+PROGRESS = ".progress"
+"""End of the name of a rank's file: how many outputs and gradients of modules are expected, in its first
+line, then a byte for each that is computed."""
 
 _GRACE_SECONDS = 3.0
 _TAIL_CHARACTERS = 3000
@@ -33,8 +38,11 @@ class SideFailedError(MtMegatronError):
     """A side ended without its records; the message holds the end of what it said."""
 
 
-def run_side(side: Side, folder: Path, timeout: float) -> None:
-    """Run ``side`` to its end; its records are then below ``folder``.
+def run_side(
+    side: Side, folder: Path, timeout: float, progress: Callable[[int, int], None] | None = None
+) -> None:
+    """Run ``side`` to its end; its records are then below ``folder``. ``progress(done, total)`` is called
+    many times a second with outputs and gradients of modules, summed over the ranks.
 
     Raises ``SideFailedError`` when a process fails or ``timeout`` seconds pass; by then all are gone.
     """
@@ -48,7 +56,7 @@ def run_side(side: Side, folder: Path, timeout: float) -> None:
     try:
         for rank in range(side.processes):
             processes.append(_start(side, folder, rank, port))
-        problem = _wait(processes, timeout)
+        problem = _wait(processes, timeout, own, progress)
     finally:
         for process in processes:
             _end(process)
@@ -88,12 +96,25 @@ def _start(side: Side, folder: Path, rank: int, port: int) -> subprocess.Popen[b
         )
 
 
-def _wait(processes: list[subprocess.Popen[bytes]], timeout: float) -> tuple[int, str] | None:
+def _counts(own: Path) -> tuple[int, int]:
+    """Done and expected outputs and gradients of modules, summed over the ranks that are in their step."""
+    read = [path.read_bytes().partition(b"\n") for path in own.glob(f"rank_*{PROGRESS}")]
+    return sum(len(done) for _, _, done in read), sum(int(total) for total, begun, _ in read if begun)
+
+
+def _wait(
+    processes: list[subprocess.Popen[bytes]],
+    timeout: float,
+    own: Path,
+    progress: Callable[[int, int], None] | None,
+) -> tuple[int, str] | None:
     """None when all are done; else a rank and what became of it."""
     deadline = time.monotonic() + timeout
     failed: tuple[int, float] | None = None
     while True:
         codes = [process.poll() for process in processes]
+        if progress is not None:
+            progress(*_counts(own))
         if all(code == 0 for code in codes):
             return None
         first = next((rank for rank, code in enumerate(codes) if code), None)

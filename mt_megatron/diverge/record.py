@@ -28,13 +28,22 @@ _EMPTY = ("ModuleList", "IdentityOp", "IdentityFuncOp")
 class Recorder:
     """Collects the pieces of one step on this rank."""
 
-    def __init__(self, *, frame: Callable[[int], Frame], gradient_scale: float, gated: bool) -> None:
-        """``frame(k)`` is where micro-batch ``k`` lies; gradients are multiplied by ``gradient_scale``."""
+    def __init__(
+        self,
+        *,
+        frame: Callable[[int], Frame],
+        gradient_scale: float,
+        gated: bool,
+        seen: Callable[[], object] = lambda: None,
+    ) -> None:
+        """``frame(k)`` is where micro-batch ``k`` lies; gradients are multiplied by ``gradient_scale``;
+        ``seen()`` is called at every output and at every gradient of an output."""
         self.pieces: list[Piece] = []
         self.not_placed: dict[str, None] = {}
         self._frame = frame
         self._scale = gradient_scale
         self._gated = gated
+        self._seen = seen
         self._watches: list[taps.Watch] = []
 
     def attach(self, chunk: torch.nn.Module, stage: int) -> None:
@@ -51,6 +60,11 @@ class Recorder:
             kind = kind_of(name, module, gated=self._gated)
             self._watches.append(self._watched(module, name, kind, stage, position))
 
+    @property
+    def expected(self) -> int:
+        """Outputs and gradients of one micro-batch."""
+        return 2 * len(self._watches)
+
     def detach(self) -> None:
         """Let the modules go."""
         for each in self._watches:
@@ -61,6 +75,7 @@ class Recorder:
         self, module: torch.nn.Module, name: str, kind: Kind, stage: int, position: Counter[str]
     ) -> taps.Watch:
         def output(call: taps.Call, output: Any) -> None:
+            self._seen()
             tensor = _first_tensor(output)
             if tensor is None:
                 return
@@ -76,6 +91,7 @@ class Recorder:
         def gradient(call: taps.Call, gradient: Tensor, index: int) -> None:
             if index or name not in position:
                 return
+            self._seen()
             gradient = sequence_first(kind, gradient)
             where = place(kind, gradient, self._frame(call.microbatch))
             if where is not None:

@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from mt_megatron.training.step import Shape, forward_backward, make_forward_step
 
 from .pieces import Piece, RankFacts, save, write_facts
 from .place import Frame
+from .processes import PROGRESS
 from .record import Recorder
 from .side import Side
 from .weights import current_value, parameter_pieces, reduced_gradient
@@ -63,15 +65,11 @@ def record_side(side: Side, folder: Path, dataset: SampleDataset | None = None) 
         family = family_of(config)
         trainable = build(config, job, family)
         load_weights(_initial(config, folder, trainable, job), trainable)
-        pieces, facts = _step(
-            config,
-            job,
-            trainable,
-            make_forward_step(family, backend.device(backend.current_device())),
-            dataset,
-        )
+        forward_step = make_forward_step(family, backend.device(backend.current_device()))
         target = folder / side.name
         target.mkdir(parents=True, exist_ok=True)
+        with open(target / f"rank_{job.rank}{PROGRESS}", "wb", buffering=0) as progress:
+            pieces, facts = _step(config, job, trainable, forward_step, dataset, progress)
         save(pieces, target / f"rank_{job.rank}.pt")
         write_facts(facts, target / f"rank_{job.rank}.json")
 
@@ -100,7 +98,12 @@ def _dataset(config: TrainingConfig, tokenizer: Any, folder: Path, job: Job) -> 
 
 
 def _step(
-    config: TrainingConfig, job: Job, trainable: Trainable, forward_step: Any, dataset: SampleDataset
+    config: TrainingConfig,
+    job: Job,
+    trainable: Trainable,
+    forward_step: Any,
+    dataset: SampleDataset,
+    progress: FileIO,
 ) -> tuple[list[Piece], RankFacts]:
     shape = Shape(
         num_microbatches=config.num_microbatches(job.layout.world_size),
@@ -113,11 +116,17 @@ def _step(
     # context-parallel rank's loss is that many times its share, and fp16 scales everything.
     scale = 1.0 if core.calculate_per_token_loss else shape.num_microbatches / job.layout.cp
     scale /= float(trainable.optimizer.get_loss_scale())
-    recorder = Recorder(frame=frames.of, gradient_scale=scale, gated=core.gated_linear_unit)
+    recorder = Recorder(
+        frame=frames.of,
+        gradient_scale=scale,
+        gated=core.gated_linear_unit,
+        seen=lambda: progress.write(b"."),
+    )
     chunks = range(len(trainable.chunks))
     stages = [stage_order.virtual_stage(job.at.pp, chunk, job.layout.pp) for chunk in chunks]
     for chunk, stage in zip(trainable.bare_chunks(), stages, strict=True):
         recorder.attach(chunk, stage)
+    progress.write(b"%d\n" % (recorder.expected * shape.num_microbatches))
 
     batches = [_batches(dataset, shape, job) for _ in trainable.chunks]
     with synchronised_parameters(trainable):

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from mt_megatron.cli.main import main
+from mt_megatron.cli.progress import ConsoleProgress
 from mt_megatron.config.parse import load_config
 from mt_megatron.diverge import processes
 from mt_megatron.diverge.side import make_side
@@ -61,6 +62,22 @@ def test_a_fault_in_imported_code_is_named(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "run" / "report.json").read_text()) == report
     assert "**first**" in (tmp_path / "run" / "report.md").read_text()
     assert (tmp_path / "run" / "picture.svg").read_text().startswith("<svg")
+
+
+def test_the_progress_of_a_side_is_shown_on_a_terminal_and_the_records_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown: list[tuple[int, int]] = []
+    monkeypatch.setattr(ConsoleProgress, "has_bar", property(lambda self: True))
+    monkeypatch.setattr(ConsoleProgress, "show", lambda self, now, *counts: shown.append(counts[:2]))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    folder = tmp_path / "run"
+    assert main(["diverge", "--a", "cpu", "--b", "cpu", "--output", str(folder), *DATA]) == 0
+    done, total = shown[-1]
+    assert 0 < done <= total and total == max(shown, key=lambda each: each[1])[1]
+    assert {0, done} < {done for done, _ in shown}, "nothing between the first and the last"
+    assert not list(folder.glob("[ab]/rank_*.[!j]*")) and not (folder / "initial").exists()
+    assert {path.name for path in folder.glob("a/*")} == {"rank_0.json", "side.json", "stderr.0", "stdout.0"}
 
 
 def test_a_side_that_fails_says_why(tmp_path: Path) -> None:
