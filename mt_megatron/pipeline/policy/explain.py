@@ -86,7 +86,13 @@ def _summary(records: Sequence[Record]) -> Iterator[str]:
     switched = [each for each in decisions if each["switched"]]
     outcomes = [each for each in records if each["record"] == "outcome"]
     seconds = sum(each["seconds_to_decide"] for each in decisions)
-    yield (f"in all: {len(decisions)} decisions, {len(switched)} switches, {seconds:.2g} s spent on deciding")
+    # A start is the first record, or that of a process that went on.
+    used = [each.get("schedule") or each["to"] for each in records if "schedule" in each or each in switched]
+    ends = " at first, ".join(dict.fromkeys((used[0], used[-1]))) + " at the end" * (used[0] != used[-1])
+    yield (
+        f"in all: {ends}; {len(decisions)} decisions, {len(switched)} switches, {seconds:.2g} s spent on "
+        "deciding"
+    )
     links: dict[tuple[int, int], int] = {}
     for each in decisions:
         if each["slow_edge"] is not None:

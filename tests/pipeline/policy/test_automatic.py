@@ -101,6 +101,10 @@ def test_explain_names_the_link(
         assert f"  because: {each['reason']}\n" in told
     assert "slow link: rank" in told and "predicted:" in told
     assert "slow link between ranks 0 and 1: in" in told
+    last = [each["to"] for each in decisions(folder / "auto") if each["switched"]][-1]
+    first = records(folder / "auto" / FILE)[0]["schedule"]
+    ends = f"in all: {first}" if first == last else f"in all: {first} at first, {last} at the end"
+    assert f"\n{ends}; " in told
     assert main(["pipeline", "explain", "--json", str(folder / "auto" / FILE)]) == 0
     assert json.loads(capsys.readouterr().out)[0]["record"] == "start"
 
