@@ -2,6 +2,9 @@
 
 ``python benchmarks/scope/alerts.py tune``   series of a generator, on which the model's constants were chosen
 ``python benchmarks/scope/alerts.py judge``  trainings of a small transformer, which it had not seen
+``python benchmarks/scope/alerts.py factors [--seed SEED --quiet TRAININGS] [--run RUN ...]``  gradient norms
+and losses of each step: alerts of the series as they are, and the share of steps at which a value ``FACTORS``
+times as high is an alert
 
 ``judge --write`` writes ``results/scope-alerts-DATE``. A fault is found where an alert comes within
 ``WITHIN`` samples of it.
@@ -10,6 +13,7 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import math
 import sys
 from collections.abc import Iterator
@@ -22,7 +26,7 @@ from numpy.typing import NDArray
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from mt_megatron.scope.recording.data import Value
-from mt_megatron.scope.sidecar.alerts import AlertModel, Band
+from mt_megatron.scope.sidecar.alerts import FEWEST, AlertModel, Band
 
 Floats = NDArray[np.float64]
 
@@ -352,11 +356,87 @@ def judge(quiet: int, each: int, steps: int, interval: int, write: bool) -> None
         record(RESULTS, "scope-alerts", title, figures, f"{about}\n\n{table(header, lines)}")
 
 
+# Series with a value for each step.
+
+
+FACTORS = (2, 3, 6, 10)
+
+EARLY = 80
+"""Steps of a run that are counted apart: its warm-up."""
+
+
+def drawn(count: int, draw: np.random.Generator, each: int = 40) -> dict[str, list[Floats]]:
+    """Gradient norms of mechanisms that the tuning generator does not have, by kind."""
+    at = np.arange(count)
+
+    def following(noise: Floats, share: float) -> Floats:
+        found = noise.copy()
+        for index in range(1, count):
+            found[index] = share * found[index - 1] + math.sqrt(1 - share**2) * noise[index]
+        return found
+
+    def normal() -> Floats:
+        return draw.standard_normal(count)
+
+    # Order of the draws: documented figures are of it.
+    kinds = {
+        "t3, AR(0.6), fall by e^3": lambda: (
+            3 * np.exp(-at / 30) + 0.1 * following(draw.standard_t(3, count), 0.6)
+        ),
+        "normal, AR(0.95)": lambda: 0.3 * following(normal(), 0.95),
+        "changing volatility": lambda: 0.08 * np.exp(0.5 * following(normal(), 0.95)) * normal(),
+        "Laplace, growing": lambda: (0.05 + 0.2 * at / count) * draw.laplace(size=count) / math.sqrt(2),
+        "steep warm-up": lambda: np.log(50 * np.exp(-at / 8) + np.exp(0.1 * normal())),
+    }
+    return {name: [np.exp(kind()) for _ in range(each)] for name, kind in kinds.items()}
+
+
+def factors(runs: list[Path], first_seed: int, trainings: int) -> None:
+    """Print a line for each part of each lot: recordings of ``runs``, trainings, drawn series."""
+    from mt_megatron.scope.recording.files import ScopeFiles
+    from mt_megatron.scope.recording.reader import Recording
+
+    count = 400
+    lots: dict[str, list[Floats]] = {}
+    for run in runs:
+        recording = Recording(ScopeFiles(run / "scope"))
+        for session in recording.sessions():
+            steps = recording.steps(first=0, session=session.number)
+            lots.setdefault("runs, gradient norm", []).append(steps.grad_norm)
+            lots.setdefault("runs, loss", []).append(steps.loss)
+    text = words(2_000_000) if trainings else np.empty(0, np.uint8)
+    for seed in range(first_seed, first_seed + trainings):
+        rows = np.array([row[1:3] for row in training(seed, count, count + 1, text, None)])
+        lots.setdefault("trainings, gradient norm", []).append(rows[:, 1])
+        lots.setdefault("trainings, loss", []).append(rows[:, 0])
+    for name, series in (lots | drawn(count, np.random.default_rng(20261129))).items():
+        for first, last in ((FEWEST, EARLY), (EARLY, sys.maxsize)):
+            steps_judged = alerts = 0
+            found = np.zeros(len(FACTORS))
+            for values in series:
+                band = Band()
+                for step, value in enumerate(map(float, values)):
+                    if first <= step < last:
+                        steps_judged += 1
+                        found += [copy.deepcopy(band).take(each * value) is not None for each in FACTORS]
+                        alerts += copy.deepcopy(band).take(value) is not None
+                    band.take(value)
+            shares = ", ".join(
+                f"x{each} {100 * share / max(1, steps_judged):.0f} %"
+                for each, share in zip(FACTORS, found, strict=True)
+            )
+            part = f"steps {first + 1} to {EARLY}" if first == FEWEST else f"from step {EARLY + 1} on"
+            print(f"{name}, {part}: {alerts} alerts in {steps_judged} steps; {shares}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("tune", "judge"))
+    parser.add_argument("what", choices=("tune", "judge", "factors"))
+    parser.add_argument(
+        "--run", nargs="*", default=[], type=Path, help="folders of runs with a recording (factors)"
+    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--quiet", type=int, default=20)
     parser.add_argument("--each", type=int, default=6)
@@ -366,6 +446,8 @@ def main() -> None:
     given = parser.parse_args()
     if given.what == "tune":
         tune(given.seed)
+    elif given.what == "factors":
+        factors(given.run, given.seed, given.quiet)
     else:
         judge(given.quiet, given.each, given.steps, given.interval, given.write)
 
