@@ -43,8 +43,10 @@ def warmup_longer_than_the_schedule(case: Case, rng: Random) -> Promise:
 
 @rule
 def warmup_said_twice(case: Case, rng: Random) -> Promise:
-    case["lr_warmup_fraction"], case["lr_warmup_iters"] = 0.1, rng.randrange(1, 4)
-    return promise("lr_warmup_fraction", case["lr_warmup_iters"], "--lr-warmup-iters")
+    # Both typed: a share that is typed replaces the steps of a file.
+    steps = rng.randrange(1, 4)
+    case.extra_flags += ["--lr-warmup-fraction", "0.1", "--lr-warmup-iters", str(steps)]
+    return promise("lr_warmup_fraction", steps, "--lr-warmup-iters")
 
 
 @rule

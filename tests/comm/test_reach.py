@@ -20,6 +20,7 @@ from mt_megatron.comm.shared_memory.peers import out_of_reach
 from mt_megatron.comm.shared_memory.ring import RingSize
 from mt_megatron.comm.shared_memory.transport import SharedMemoryTransport, unavailable_here
 from mt_megatron.errors import ConfigError
+from mt_megatron.host import limits
 
 
 class NoBootstrap:
@@ -87,24 +88,9 @@ def test_a_kernel_that_refuses_memory_is_named(monkeypatch: pytest.MonkeyPatch) 
     assert "has no memfd_create" in str(unavailable_here())
 
 
-@pytest.mark.parametrize(
-    ("folder", "names", "prefix"),
-    [
-        (".", ("memory.max", "memory.current"), ""),
-        ("memory", ("memory.limit_in_bytes", "memory.usage_in_bytes"), "total_"),
-    ],
-    ids=["version 2", "version 1"],
-)
-def test_the_limit_of_a_container_counts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str, names: tuple[str, str], prefix: str
-) -> None:
-    """30 MiB and 5 MiB of files that can be given up, of which 28 MiB are used."""
-    group = tmp_path / folder
-    group.mkdir(exist_ok=True)
-    for name, mib in zip(names, (30, 28), strict=True):
-        (group / name).write_text(f"{mib << 20}\n")
-    (group / "memory.stat").write_text(f"anon 1\n{prefix}active_file {5 << 20}\n{prefix}inactive_file 0\n")
-    monkeypatch.setattr(memory, "_CONTROL", tmp_path)
+def test_the_limit_of_a_container_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    mib = 2**20
+    monkeypatch.setattr(limits, "memory", lambda: limits.Space(total=30 * mib, available=7 * mib))
     with pytest.raises(
         TransportUnavailable, match=r"8 MiB for a channel cannot be had \(7 MiB are available"
     ):

@@ -24,6 +24,7 @@ def test_all_is_applied_once_everything_is_imported(outcome: dict[str, Any]) -> 
         "training.loader",
         "training.load_",
         "training.fused",
+        "errata.blend_",
         "experts.validate",
         "zarr.",
         "rope.bert_model",

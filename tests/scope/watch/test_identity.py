@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from mt_megatron.scope.watch.requests import is_sampled
 from tests.launch import run_ranks
 from tests.parity.case import MODEL, OPTIMIZER
 from tests.scope.watch.identity_ranks import INTERVAL, REQUESTS
@@ -81,7 +82,7 @@ def test_modules_are_tapped_in_watched_steps_alone(runs: list[dict[str, Any]], n
     every = {int(text.rpartition("=")[2]) for text in REQUESTS}
     for each in runs:
         for step, count in enumerate(each[name]["on"]["tapped"], 1):
-            due = step % INTERVAL == 0 or any(step % number == 0 for number in every)
+            due = is_sampled(step, INTERVAL) or any(step % number == 0 for number in every)
             assert (count > 0) == due, f"step {step}: {count} taps"
         assert each[name]["off"]["tapped"] == [0] * STEPS
 

@@ -321,7 +321,7 @@ def test_requests_are_read() -> None:
         "mlp@a:every=0",
         "mlp@a:every=1:every=1",
         "mlp@a/b",
-        "mlp@" + "a" * 400,
+        "mlp@" + "a" * 600,
         "mlp@a:heads=0-4096",
         "mlp@a:every=99999999999999999999",
     ],
