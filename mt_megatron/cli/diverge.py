@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -97,14 +96,14 @@ def run(args: argparse.Namespace) -> int:
     from mt_megatron.diverge.processes import run_side
     from mt_megatron.diverge.report import as_json, as_markdown, jump, verdict
 
-    for side in (a, b):
-        began = time.monotonic()
-        counted = "1 process" if side.processes == 1 else f"{side.processes} processes"
-        _say(f"side {side.name}: {side.backend}, {counted} ...")
-        with _Progress() as progress:
+    with _Progress() as progress:
+        for side in (a, b):
+            began = time.monotonic()
+            counted = "1 process" if side.processes == 1 else f"{side.processes} processes"
+            progress.say(f"side {side.name}: {side.backend}, {counted} ...")
             run_side(side, folder, args.timeout, progress.advance if progress.has_bar else None)
-        _say(f"side {side.name}: done in {time.monotonic() - began:.0f} s")
-    _say("comparing")
+            progress.say(f"side {side.name}: done in {time.monotonic() - began:.0f} s")
+    progress.say("comparing")
     found = compare(
         read_record(folder / "a", a.processes),
         read_record(folder / "b", b.processes),
@@ -138,12 +137,12 @@ class _Progress(ConsoleProgress):
 
     def advance(self, done: int, total: int) -> None:
         """How far a side is; ``total`` is 0 before its step."""
-        figures = f"{done} of {total} outputs and gradients of modules" if total else "building the model"
-        self.show(time.monotonic(), done, total, figures)
-
-
-def _say(text: str) -> None:
-    print(f"diverge: {text}", file=sys.stderr, flush=True)
+        self.show(
+            time.monotonic(),
+            done,
+            total,
+            f"{done} of {total} outputs and gradients of modules" if total else "building the model",
+        )
 
 
 def _remove_records(folder: Path) -> None:

@@ -77,6 +77,8 @@ class Record:
     """Of its rank 0."""
 
     not_placed: list[str]
+    outside_model: dict[str, list[str]]
+    """Those of ``RankFacts`` that are outside every rank's part of the model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,6 +129,11 @@ def read_record(folder: Path, processes: int) -> Record:
         wholes={key: assemble(found) for key, found in pieces.items()},
         facts=facts[0],
         not_placed=sorted({name for each in facts for name in each.not_placed}),
+        outside_model={
+            name: sorted({place for each in facts for place in each.outside_model[name]})
+            for name in facts[0].outside_model
+            if all(name in each.outside_model for each in facts)
+        },
     )
 
 
@@ -160,7 +167,15 @@ def compare(
             keys.reverse()
         entries += [_entry(phase, name, a, b, allowed, smallest) for _, name in keys]
     modules_a, modules_b = ({name for phase, name in r.wholes if phase == "forward"} for r in (a, b))
-    said = list(notes)
+    said = [
+        *notes,
+        *(
+            f"the import on side {side} changed {name}, of which the model has no module"
+            + (f"; it has {', '.join(places)} in its place: change that" if places else "")
+            for side, record in (("a", a), ("b", b))
+            for name, places in record.outside_model.items()
+        ),
+    ]
     if 0.0 in (a.facts.learning_rate, b.facts.learning_rate):
         said.append(
             "the learning rate of the first step is 0: the updated weights compare nothing but weight decay "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
@@ -141,6 +141,10 @@ class RankFacts:
     layout: dict[str, int | None]
     not_placed: list[str]
     """Modules whose outputs have a shape that this package cannot place in the whole."""
+
+    outside_model: dict[str, list[str]] = field(default_factory=dict)
+    """``module:Class (attributes)`` that an import changed and no module of the rank is an instance of ->
+    classes of the same name that the rank's modules have."""
 
 
 def write_facts(facts: RankFacts, path: Path) -> None:

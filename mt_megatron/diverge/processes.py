@@ -17,10 +17,6 @@ from mt_megatron.host import limits
 
 from .side import Side
 
-PROGRESS = ".progress"
-"""End of the name of a rank's file: how many outputs and gradients of modules are expected, in its first
-line, then a byte for each that is computed."""
-
 _GRACE_SECONDS = 3.0
 _TAIL_CHARACTERS = 3000
 _LAUNCHER = (
@@ -97,8 +93,9 @@ def _start(side: Side, folder: Path, rank: int, port: int) -> subprocess.Popen[b
 
 
 def _counts(own: Path) -> tuple[int, int]:
-    """Done and expected outputs and gradients of modules, summed over the ranks that are in their step."""
-    read = [path.read_bytes().partition(b"\n") for path in own.glob(f"rank_*{PROGRESS}")]
+    """Done and expected outputs and gradients of modules, summed over the ranks that are in their step. A
+    rank's file has the expected number in its first line, then a byte for each that is computed."""
+    read = [path.read_bytes().partition(b"\n") for path in own.glob("rank_*.progress")]
     return sum(len(done) for _, _, done in read), sum(int(total) for total, begun, _ in read if begun)
 
 

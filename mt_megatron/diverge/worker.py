@@ -7,7 +7,7 @@ import importlib.util
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from io import FileIO
 from pathlib import Path
@@ -28,6 +28,7 @@ from mt_megatron.errors import ConfigError
 from mt_megatron.models.families import family_of
 from mt_megatron.parallel import stage_order
 from mt_megatron.parallel.context_parallel import positions
+from mt_megatron.patching.hooks import ImportHook
 from mt_megatron.training.distributed import Job, joined, require_precision
 from mt_megatron.training.lr import learning_rate
 from mt_megatron.training.model import Trainable, build
@@ -35,20 +36,25 @@ from mt_megatron.training.step import Shape, forward_backward, make_forward_step
 
 from .pieces import Piece, RankFacts, save, write_facts
 from .place import Frame
-from .processes import PROGRESS
 from .record import Recorder
 from .side import Side
 from .weights import current_value, parameter_pieces, reduced_gradient
 
 INITIAL = "initial"
+_PACKAGES = ("megatron.", "mt_megatron.")
 
 
-def record_side(side: Side, folder: Path, dataset: SampleDataset | None = None) -> None:
+def record_side(
+    side: Side,
+    folder: Path,
+    dataset: SampleDataset | None = None,
+    changed: Mapping[type[torch.nn.Module], Sequence[str]] | None = None,
+) -> None:
     """Run the step of ``side`` in this process and its peers, and write ``folder/<side>/rank_*``.
 
     Every side loads its weights from the configuration's ``load``, or else from ``folder/initial``, which
     the first side to run writes. Megatron must be patched for the side's backend. ``dataset`` takes the
-    place of the configured data.
+    place of the configured data; ``changed`` is what ``import_modules`` returned.
     """
     config = side.config()
     backend = mt_megatron.backend()
@@ -68,9 +74,11 @@ def record_side(side: Side, folder: Path, dataset: SampleDataset | None = None) 
         forward_step = make_forward_step(family, backend.device(backend.current_device()))
         target = folder / side.name
         target.mkdir(parents=True, exist_ok=True)
-        with open(target / f"rank_{job.rank}{PROGRESS}", "wb", buffering=0) as progress:
+        with open(target / f"rank_{job.rank}.progress", "wb", buffering=0) as progress:
             pieces, facts = _step(config, job, trainable, forward_step, dataset, progress)
         save(pieces, target / f"rank_{job.rank}.pt")
+        present = {type(module) for chunk in trainable.chunks for module in chunk.modules()}
+        facts = replace(facts, outside_model=_outside(changed or {}, present))
         write_facts(facts, target / f"rank_{job.rank}.json")
 
 
@@ -210,8 +218,15 @@ def _tokens(batches: Iterator[Any], frames: _Frames) -> list[Piece]:
     return pieces
 
 
-def import_modules(names: Sequence[str]) -> None:
-    """Import what the user wants on this side: dotted names, or paths of Python files."""
+def import_modules(names: Sequence[str]) -> dict[type[torch.nn.Module], list[str]]:
+    """Import what the user wants on this side: dotted names, or paths of Python files. Returns the classes of
+    Megatron's and this package's modules that this changed, and which of their attributes."""
+    before = _classes()
+    # Megatron's files are imported when they are needed: the user's may be the first that needs one.
+    hook = ImportHook(
+        lambda name: name.startswith(_PACKAGES), lambda _: before.update({**_classes(), **before})
+    )
+    hook.install()
     for name in names:
         path = Path(name)
         if path.suffix != ".py":
@@ -223,6 +238,41 @@ def import_modules(names: Sequence[str]) -> None:
         module = importlib.util.module_from_spec(spec)
         sys.modules[path.stem] = module
         spec.loader.exec_module(module)
+    hook.remove()
+    return {
+        each: attributes
+        for each, old in before.items()
+        if (
+            attributes := [
+                name for name in {**old, **vars(each)} if old.get(name) is not vars(each).get(name)
+            ]
+        )
+    }
+
+
+def _classes() -> dict[type[torch.nn.Module], dict[str, Any]]:
+    """The attributes of every class of modules that Megatron's or this package's imported files have."""
+    return {
+        value: dict(vars(value))
+        for name, module in list(sys.modules.items())
+        if name.startswith(_PACKAGES)
+        for value in list(vars(module).values())
+        if isinstance(value, type) and issubclass(value, torch.nn.Module)
+    }
+
+
+def _outside(
+    changed: Mapping[type[torch.nn.Module], Sequence[str]], present: set[type[torch.nn.Module]]
+) -> dict[str, list[str]]:
+    """The ``changed`` classes that no module of the classes ``present`` is an instance of, as
+    ``RankFacts.outside_model`` has them."""
+    return {
+        f"{each.__module__}:{each.__qualname__} ({', '.join(attributes)})": sorted(
+            f"{other.__module__}:{other.__qualname__}" for other in present if other.__name__ == each.__name__
+        )
+        for each, attributes in changed.items()
+        if not any(issubclass(other, each) for other in present)
+    }
 
 
 def _leave_with_the_parent() -> None:
@@ -240,8 +290,7 @@ def main(folder: Path, name: str) -> None:
     _leave_with_the_parent()
     side = Side.read(folder / name / "side.json")
     mt_megatron.patch(side.backend)
-    import_modules(side.imports)
-    record_side(side, folder)
+    record_side(side, folder, changed=import_modules(side.imports))
 
 
 if __name__ == "__main__":

@@ -80,6 +80,30 @@ def test_the_progress_of_a_side_is_shown_on_a_terminal_and_the_records_go(
     assert {path.name for path in folder.glob("a/*")} == {"rank_0.json", "side.json", "stderr.0", "stdout.0"}
 
 
+def test_a_change_outside_the_model_is_a_note(tmp_path: Path) -> None:
+    """Of classes that this import is the first to need, before and after it needs them."""
+    (tmp_path / "mine.py").write_text(
+        "from megatron.core.transformer.dot_product_attention import DotProductAttention\n"
+        "from megatron.core.transformer.attention import Attention\n"
+        "DotProductAttention.forward = DotProductAttention.extra = lambda self, *given: 1 / 0\n"
+        "Attention.extra = 1\n"
+        "from megatron.core.models.T5.t5_model import T5Model\n"
+        "T5Model.forward = None\n"
+    )
+    done = diverge(tmp_path / "run", "--b", "cpu", "--b-import", str(tmp_path / "mine.py"))
+    assert done.returncode == 0, done.stderr
+    changed = "note: the import on side b changed megatron.core."
+    upstream, place = (
+        f"{each}:DotProductAttention"
+        for each in ("dot_product_attention", "mt_megatron.layers.attention.core")
+    )
+    assert sorted(line for line in done.stdout.splitlines() if line.startswith("note: the import")) == [
+        f"{changed}models.T5.t5_model:T5Model (forward), of which the model has no module",
+        f"{changed}transformer.{upstream} (forward, extra), of which the model has no module; it has "
+        f"{place} in its place: change that",
+    ]
+
+
 def test_a_side_that_fails_says_why(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("raise RuntimeError('my code is broken')\n")
     done = diverge(tmp_path / "run", "--b", "cpu", "--a-import", str(tmp_path / "mine.py"))

@@ -66,6 +66,10 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
             config.attention_dropout if attention_dropout is None else attention_dropout
         )
 
+    def _get_name(self) -> str:
+        # What is shown, as by print(model): Megatron has a class of the same name.
+        return f"{type(self).__module__}:{type(self).__qualname__}"
+
     def forward(
         self,
         query: Tensor,

@@ -34,7 +34,7 @@ def _item(one: Perturbation, target: ParameterTarget | ModuleTarget) -> dict[str
     if isinstance(target, ModuleTarget):
         return {
             "path": target.path,
-            "class": type(target.module).__name__,
+            "class": target.module._get_name(),
             "shape": None if target.features is None else ["tokens", "samples", target.features],
             "dtype": None,
             "elements": None if one.index is None else len(one.index),

@@ -173,5 +173,5 @@ def module_rows(chunks: Sequence[Any]) -> list[list[Any]]:
     found: dict[str, list[Any]] = {}
     for path, module in taps.named_modules(chunks):
         count = sum(each.numel() for each in module.parameters())
-        found.setdefault(path, [path, type(module).__name__, count])
+        found.setdefault(path, [path, module._get_name(), count])
     return list(found.values())

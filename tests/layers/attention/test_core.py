@@ -245,3 +245,7 @@ def test_masks_made_in_inference_mode():
         window(q, k, v, None)
     outside = torch.ones(S, S, dtype=torch.bool).tril(-3) | future()
     check(window, q, k, v, None, outside)
+
+
+def test_it_is_shown_with_its_module_since_megatron_has_a_class_of_that_name():
+    assert repr(module()).startswith("mt_megatron.layers.attention.core:DotProductAttention(")
