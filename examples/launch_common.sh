@@ -421,7 +421,7 @@ launch() {
     # Data takes minutes. A dry run may be of another machine, and the family's own files are sound.
     local processes=""
     if [[ $DRY_RUN != 1 && $NPROC_PER_NODE =~ ^[0-9]+$ && ${NNODES:-1} =~ ^[0-9]+$ ]]; then
-        processes=$((NPROC_PER_NODE * ${NNODES:-1}))
+        processes=$((10#$NPROC_PER_NODE * 10#${NNODES:-1}))
     fi
     if [[ -z ${SHOWN_PYTHON:-} && ($DRY_RUN != 1 || ${#extra[@]} -gt 0) ]]; then
         check_options "$PYTHON" "$processes" "${command[@]}"

@@ -39,7 +39,8 @@ ALLOW_DRIFT = "MT_MEGATRON_ALLOW_DRIFT"
 
 FINGERPRINTS = Path(__file__).parent / "patches" / "upstream.json.gz"
 
-_UPSTREAM = re.compile(r"megatron\.")
+_HIDDEN = ("ignore", None, FutureWarning, re.compile(r"megatron\."), 0)
+"""Deprecations in upstream's source, which its users cannot change; a filter of the user's comes before."""
 
 _log = logging.getLogger("mt_megatron")
 _changing = threading.RLock()
@@ -125,11 +126,11 @@ def patch(
             )
         chosen, why = select(backend)
         plan = make_plan_for(chosen, why, features=wanted, strict=strict)
-        hide_future_warnings(True)
         # First, since methods decide by their caller from the moment they are patched.
         redirect(request.scope)
         applied = commit(plan, request.scope)
         choose(wanted)
+        warnings.filters.append(_HIDDEN)  # type: ignore[attr-defined]
         _applied, _backend, _request = applied, chosen, replace(request, backend=chosen.name)
         if chosen.collective == "gloo" and (wanted is None or "collectives" in wanted):
             atexit.register(end_groups)
@@ -156,7 +157,8 @@ def unpatch() -> None:
             transport.close()
         _applied = _backend = _request = None
         choose(None)
-        hide_future_warnings(False)
+        if _HIDDEN in warnings.filters:
+            warnings.filters.remove(_HIDDEN)  # type: ignore[attr-defined]
         if "mt_megatron.patches.device.process_groups" in sys.modules:
             from mt_megatron.patches.device.process_groups import end_groups
 
@@ -169,16 +171,6 @@ def unpatch() -> None:
             redirect(Scope())
     for holder in kept:
         _log.warning("unpatch(): %s got a patched value after patch() and keeps it", holder)
-
-
-def hide_future_warnings(hidden: bool) -> None:
-    """Hide the deprecations in upstream's own source, which its users cannot change, or show them again.
-    A filter of the user's comes before."""
-    kept = [each for each in warnings.filters if each[2:4] != (FutureWarning, _UPSTREAM)]
-    if len(kept) != len(warnings.filters):
-        warnings.filters[:] = kept  # type: ignore[index]
-    if hidden:
-        warnings.filterwarnings("ignore", category=FutureWarning, module=_UPSTREAM.pattern, append=True)
 
 
 @contextmanager

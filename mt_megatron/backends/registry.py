@@ -49,10 +49,6 @@ def names() -> list[str]:
     return sorted(_references())
 
 
-def _names() -> str:
-    return f"auto or one of {', '.join(names())}"
-
-
 def check_name(name: str) -> None:
     """Raise ``BackendError`` unless ``name`` is ``auto`` or an installed backend; imports no backend."""
     known = names()
@@ -94,7 +90,10 @@ def select(name: str = "auto") -> tuple[Backend, str]:
         BackendError: unknown name, or a named backend that cannot be used here.
     """
     if not isinstance(name, str):
-        raise BackendError(f"backend={name!r} is a {type(name).__name__}: expected a name, {_names()}")
+        raise BackendError(
+            f"backend={name!r} is a {type(name).__name__}: expected a name, auto or one of "
+            f"{', '.join(names())}"
+        )
     if name != "auto":
         backend = get(name)
         usable, why = backend.available()

@@ -101,18 +101,12 @@ def _overlaps_itself(tensor: torch.Tensor) -> bool:
     if tensor.layout is not torch.strided or not tensor.numel():
         return False
     dims = sorted((step, size) for size, step in zip(tensor.shape, tensor.stride(), strict=True) if size > 1)
-    reach = 0
-    for step, size in dims:
-        if step <= reach:
-            break
-        reach += step * (size - 1)
-    else:
+    if all(step > sum(a * (n - 1) for a, n in dims[:at]) for at, (step, _) in enumerate(dims)):
         return False
     if not dims[0][0]:
         return True
-    offsets = torch.zeros((), dtype=torch.int64)
-    for step, size in dims:
-        offsets = offsets.unsqueeze(-1) + torch.arange(size) * step
+    span = 1 + sum(step * (size - 1) for step, size in dims)
+    offsets = torch.arange(span).as_strided(tensor.shape, tensor.stride())
     return bool(offsets.unique().numel() < tensor.numel())
 
 

@@ -181,7 +181,10 @@ def run_root(named: Path | str) -> Path:
     path = Path(named)
     if iteration_of(path) is not None:
         path = path.parent
-    is_part = path.name in RUN_FOLDERS and not any((path / each).is_dir() for each in RUN_FOLDERS)
+    # A run that saves to a folder of such a name has its parts, or its metrics, in there.
+    is_part = path.name in RUN_FOLDERS and not any(
+        (path / each).exists() for each in (*RUN_FOLDERS, "metrics.jsonl")
+    )
     return path.parent if is_part else path
 
 

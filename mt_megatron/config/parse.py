@@ -213,7 +213,8 @@ def _fit_warmup(values: dict[str, Any], file: Mapping[str, Any], flags: Mapping[
     """Make a warm-up that comes from a file fit what was typed: typed as a share, it replaces the file's
     steps; where the typed schedule is not longer than it, it keeps its share of the file's schedule. Returns
     a line about it for the log."""
-    steps, share = file.get("lr_warmup_iters"), "lr_warmup_fraction"
+    # Of samples the steps are in ``values``, divided.
+    steps, share = file.get("lr_warmup_iters") and values.get("lr_warmup_iters"), "lr_warmup_fraction"
     if "lr_warmup_iters" in flags or steps is None:
         return []
     if flags.get(share) is not None:

@@ -175,20 +175,14 @@ def _connecting() -> Iterator[None]:
     """Name the likely cause where torch cannot connect the ranks: its own error names an address alone."""
     try:
         yield
-    except dist.DistError as error:
-        raise BackendError(_lost_peer(error)) from error
-    except RuntimeError as error:
-        if "Gloo" not in str(error):
+    except RuntimeError as error:  # DistError is one
+        if "EADDRINUSE" in str(error) or not (isinstance(error, dist.DistError) or "Gloo" in str(error)):
             raise
-        raise BackendError(_lost_peer(error)) from error
-
-
-def _lost_peer(error: Exception) -> str:
-    return (
-        f"rank {os.environ.get('RANK', '0')} could not connect to the other ranks "
-        f"({str(error).splitlines()[0]}): a rank that ended before, here or on another node, says why in "
-        "its own output; see that first"
-    )
+        raise BackendError(
+            f"rank {os.environ.get('RANK', '0')} could not connect to the other ranks "
+            f"({' '.join(str(error).split())}): a rank that ended before, here or on another node, says why "
+            "in its own output; see that first"
+        ) from error
 
 
 def destroy() -> None:

@@ -362,9 +362,11 @@ def check_again(plan: Plan, steps: Sequence[Step]) -> Plan:
     cache.save()
     checked, warnings = _checked(found, plan.settings)
     by_id = {step.patch.id: step for step in checked}
+    left_out = {step.patch.id for step in steps} - set(by_id)
+    kept = (step for step in plan.steps if step.patch.id not in left_out)
     return replace(
         plan,
-        steps=tuple(by_id.get(step.patch.id, step) for step in plan.steps),
+        steps=tuple(by_id.get(step.patch.id, step) for step in kept),
         warnings=(*plan.warnings, *warnings),
     )
 
@@ -374,6 +376,9 @@ def _checked(resolved: Sequence[Resolution], settings: Settings) -> tuple[list[S
     warnings: list[str] = []
     for found in resolved:
         problem = found.obstacle(settings.fingerprints, allow_drift=settings.allow_drift)
+        if problem is not None and found.drifted and found.patch.dispensable:
+            warnings.append(f"left out: {problem}")
+            continue
         if problem is not None:
             raise problem
         if found.drifted:

@@ -69,6 +69,10 @@ class Patch:
     """Whether the target's module may be missing, or be found only after a script has changed
     ``sys.path``. The patch waits then, and is checked when the module is imported."""
 
+    dispensable: bool = False
+    """Whether a target of another source leaves the patch out, with a warning, instead of being an error:
+    for a function that people edit, where the rest works without the patch."""
+
     scope: tuple[str, ...] = ()
     """``rebind`` only: dotted module-name prefixes (``"megatron"`` covers ``megatron.core.x``)."""
 

@@ -54,6 +54,19 @@ def test_a_module_that_is_found_later_is_patched(toy: Toy) -> None:
     assert toy.load("late").f() == "original"
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_a_dispensable_patch_of_another_source_is_left_out(toy: Toy, late: bool) -> None:
+    patches = [wrap(toy, "here", id="here"), wrap(toy, "late", id="late", optional=True, dispensable=True)]
+    if late:
+        moved(toy, None)
+    else:
+        toy.write("late", OTHER)
+    applied = toy.commit(*patches)
+    (toy.folder / "added" / "late.py").write_text(OTHER)
+    assert toy.load("late").f() == "another" and toy.load("here").f() == "patched"
+    assert any(each.startswith("left out: patch late") for each in applied.report().warnings)
+
+
 @pytest.mark.parametrize(
     ("source", "says"),
     [(OTHER, "patch late: the installed source of"), ("g = 1\n", "patch late: .* does not define 'f'")],

@@ -20,7 +20,6 @@ exit codes: 0 fine, 1 no such trace, or the file lacks segments that cannot be r
 2 wrong use"""
 
 _MUCH = 3_000_000
-_MOST_RANKS = 1_000_000
 _ENDINGS = {"chrome": "trace.json.gz", "perfetto": "trace.pftrace"}
 
 

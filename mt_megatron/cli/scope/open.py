@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 MOST_RUNS = 8
 """Runs that one chart compares."""
 
-_ANSWER_S = 2.0
 """Longest silence of a server that is asked for its proof."""
 
 _EXAMPLE = """examples:
@@ -161,11 +160,11 @@ def _server_of(tokens: TokenFile) -> Literal["own", "none", "other", "unproven"]
     """What listens on the port of ``tokens`` on this machine: their ``own`` server, which proves that it has
     the view token before it gets a secret; ``none``; an ``other`` process, as a killed run leaves its file;
     or the process that they name, ``unproven``: it does not answer, or wrongly."""
-    from mt_megatron.host.peers import uid_of_peer
+    from mt_megatron.host.peers import REQUEST_S, uid_of_peer
     from mt_megatron.scope.web.access import proof_of
 
     challenge = secrets.token_hex(32)
-    link = http.client.HTTPConnection("127.0.0.1", tokens.port, timeout=_ANSWER_S)
+    link = http.client.HTTPConnection("127.0.0.1", tokens.port, timeout=REQUEST_S)
     with contextlib.closing(link), contextlib.suppress(OSError, http.client.HTTPException):
         try:
             link.connect()

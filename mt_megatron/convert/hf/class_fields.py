@@ -15,6 +15,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from packaging.version import Version
+
 TABLE = Path(__file__).with_name("class_fields.json")
 
 _SHARED = ("masking_utils.py", "cache_utils.py", "modeling_rope_utils.py", "configuration_utils.py")
@@ -31,9 +33,10 @@ def read_by_class(model_type: str) -> tuple[str, Mapping[str, Any]]:
     if spec is None or spec.origin is None:
         return table["transformers"], fields
     installed = importlib.metadata.version("transformers")
-    if installed != table["transformers"]:
-        fields = scan(Path(spec.origin).parent, model_type) | fields
-    return installed, fields
+    if Version(installed) <= Version(table["transformers"]):
+        # Classes of earlier releases are written in other forms, and the table has what they read.
+        return table["transformers"], fields
+    return installed, scan(Path(spec.origin).parent, model_type) | fields
 
 
 def scan(package: Path, model_type: str) -> dict[str, Any]:

@@ -303,6 +303,7 @@ _OF_NO_EFFECT = {
     "attn_implementation",
     "bos_token_id",
     "dtype",
+    "model_type",
     "eos_token_id",
     "experts_implementation",
     "id2label",

@@ -119,7 +119,7 @@ def check_tokens(files: Mapping[str, bytes], vocab_size: int) -> list[str]:
     # transformers stops at those of the generation settings, where these name any.
     stops = set(named.get(GENERATION, named.get(CONFIG, [])))
     wanted = {each for name, found in named.items() if name != GENERATION for each in found}
-    if (wanted - stops if stops else len(wanted) > 1) or any(
+    if (GENERATION in named and wanted - stops) or any(
         each not in range(vocab_size) for each in wanted | stops
     ):
         said = "; ".join(f"{name} has {found}" for name, found in named.items())
@@ -162,7 +162,7 @@ def _named(token: str, files: Mapping[str, bytes], ids: Mapping[str, int]) -> di
     ):
         value = _object(name, files.get(name, b"{}")).get(entry)
         value = value.get("content") if isinstance(value, dict) else value
-        values = [] if value is None else value if isinstance(value, list) else [value]
+        values = [] if value is None or value is False else value if isinstance(value, list) else [value]
         if any(type(each) is not kind for each in values):
             raise CheckpointError(
                 f"{name} has {entry} = {value!r}; expected {kind.__name__}. Correct that entry"

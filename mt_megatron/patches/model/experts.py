@@ -96,6 +96,7 @@ def patches(backend: Backend) -> list[Patch]:
             body={8: 0},
             digest=digest,
             optional=True,
+            dispensable=True,
         )
 
     return [

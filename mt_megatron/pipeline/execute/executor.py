@@ -68,6 +68,9 @@ class ReadySchedule:
         self.rank = rank
         self.actions = schedule.ranks[rank]
         self.numbers = TransferNumbers(schedule, rank)
+        self.prepared: Transport | None = None
+        """Transport whose edges are made. All ranks give the same answer, as they agree on the schedule; to
+        ask each other in every step would be a collective that waits for the host."""
 
 
 class StepRun:
@@ -82,6 +85,7 @@ class StepRun:
         from megatron.core.utils import get_model_config, get_model_type
 
         self._call = call
+        self._ready = ready
         self._transport = transport
         self._times = times
         self._schedules: Any = schedules
@@ -132,7 +136,9 @@ class StepRun:
         if finalizes:
             embedding = self._schedules.clear_embedding_activation_buffer(config, call.model)
         try:
-            self._transport.prepare(self._edges())
+            if self._ready.prepared is not self._transport:
+                self._transport.prepare(self._edges())
+                self._ready.prepared = self._transport
             if not call.forward_only:
                 stages = self._placement.stages_of(self._rank)
                 self._reduction = Reduction(config, call.model, stages, self._actions)

@@ -30,8 +30,3 @@ def address_towards(host: str) -> str | None:
             continue
         return found
     return None
-
-
-def is_loopback(address: str) -> bool:
-    """Whether only this machine reaches ``address``."""
-    return address.startswith("127.") or address == "::1"

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from mt_megatron.backends.threads import RankThread
-from mt_megatron.scan.clock.machine import LOOPBACK, address_towards, boot_id, is_loopback
+from mt_megatron.host.peers import is_loopback
+from mt_megatron.scan.clock.machine import LOOPBACK, address_towards, boot_id
 from mt_megatron.scan.clock.ping_wire import TOKEN_BYTES, Now, PingServer, ask
 from mt_megatron.scan.clock.store_messages import Board, wait_for
 

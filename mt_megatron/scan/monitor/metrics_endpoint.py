@@ -94,7 +94,9 @@ class Endpoint:
             def setup(self) -> None:
                 super().setup()
                 with self.rfile as file:  # http.server alone would take 100 headers of 64 KiB
-                    lines = itertools.islice(iter(lambda: file.readline(LINE_BYTES), b"\r\n"), MOST_LINES)
+                    # Up to an empty line, which may lack its carriage return, or the end.
+                    read = iter(lambda: file.readline(LINE_BYTES), b"")
+                    lines = itertools.islice(itertools.takewhile(bytes.strip, read), MOST_LINES)
                     self.rfile = io.BytesIO(b"".join(lines))
 
             def do_GET(self) -> None:

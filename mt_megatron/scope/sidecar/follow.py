@@ -212,13 +212,16 @@ class Follower:
 
     # Steps and statistics.
 
-    def _missing(self, recording: Recording, session: Session, step: int, *, final: bool) -> None:
+    def _missing(
+        self, recording: Recording, session: Session, step: int, *, whole: bool, final: bool
+    ) -> None:
         """An alert about ranks without a recording of two steps in a row, or of the last one: once a start
-        and rank."""
-        reported = {each.rank for each in recording.rank_steps(step, session.number)}
+        and rank. ``whole``: all ranks are there."""
+        absent = set() if whole else set(range(session.world_size))
+        if absent:
+            absent -= {each.rank for each in recording.rank_steps(step, session.number)}
         if not self._waited("step", step):
-            reported |= set(session.ranks)  # a run may end within a step
-        absent = set(range(session.world_size)) - reported
+            absent -= set(session.ranks)  # a run may end within a step
         missing = sorted((absent if final else absent & self._absent) - self._lacking)
         self._absent = absent
         if not missing:
@@ -247,7 +250,7 @@ class Follower:
             if not (whole or final or self._waited("step", step)):
                 self._lacks = len(recording.nodes()) > 1
                 return
-            self._missing(recording, session, step, final=final)
+            self._missing(recording, session, step, whole=whole, final=final)
             self._step = step
             del self._seen["step", step]
             event = step_event(steps, index)

@@ -132,11 +132,9 @@ class Keeper:
 def _sums(
     counts: Mapping[int, tuple[int, int]], more: Mapping[int, tuple[int, int]]
 ) -> dict[int, tuple[int, int]]:
-    found = dict(counts)
-    for rank, (frames, size) in more.items():
-        known = found.get(rank, (0, 0))
-        found[rank] = (known[0] + frames, known[1] + size)
-    return found
+    none = (0, 0)
+    pairs = {rank: (counts.get(rank, none), more.get(rank, none)) for rank in (*counts, *more)}
+    return {rank: (one[0] + other[0], one[1] + other[1]) for rank, (one, other) in pairs.items()}
 
 
 def frame_bytes(frame: Mapping[str, Any]) -> int:

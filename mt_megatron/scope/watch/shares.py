@@ -161,13 +161,6 @@ def own_modules(chunks: Sequence[Any]) -> Iterator[tuple[str, nn.Module]]:
                 yield path, module
 
 
-def layers_of(chunks: Sequence[Any]) -> Iterator[tuple[str, nn.Module]]:
-    """Path and module of every transformer layer of this rank."""
-    for path, module in taps.named_modules(chunks):
-        if is_layer(path, module):
-            yield path, module
-
-
 def module_rows(chunks: Sequence[Any]) -> list[list[Any]]:
     """Path, class name and elements of each module of this rank's ``chunks``."""
     found: dict[str, list[Any]] = {}

@@ -242,11 +242,12 @@ class _Routes:
         except OSError as error:
             return JSONResponse({"ok": False, "error": f"requests cannot be written: {error}"}, 507)
         # All ranks hear the command between the same two steps, and record the next one.
-        await live.command("request", {"texts": texts})
-        self._site.audit.write("result", session=session.name, do="request", ok=True)
+        result = await live.command("request", {"texts": texts})
+        self._site.audit.write("result", session=session.name, do="request", ok=bool(result.ok))
         modules = await to_thread.run_sync(self._site.context.source.modules)
         lines = requests.all_unknown(texts, [each.path for each in modules])
-        return JSONResponse({"ok": True, "value": {"texts": texts, "unknown": lines}, "error": None})
+        value = {"texts": texts, "unknown": lines}
+        return JSONResponse({"ok": bool(result.ok), "value": value, "error": result.error})
 
     async def bookmark(self, request: Request) -> Response:
         """Keep a bookmark in the recording."""

@@ -14,8 +14,9 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
+from mt_megatron.host.peers import is_loopback
 from mt_megatron.scan.clock.fit import fit_clocks
-from mt_megatron.scan.clock.machine import address_towards, boot_id, is_loopback
+from mt_megatron.scan.clock.machine import address_towards, boot_id
 from mt_megatron.scan.clock.ping_wire import TOKEN_BYTES, PingServer, ask
 from mt_megatron.scan.clock.pings import FANOUT, ClockPings, ping_plan
 from mt_megatron.scan.clock.store_messages import wait_for
