@@ -39,10 +39,6 @@ class Trainable:
         """The chunks without their wrappers."""
         return [unwrapped(chunk) for chunk in self.chunks]
 
-    def parameters_on_this_rank(self) -> int:
-        """Number of parameter elements this rank holds."""
-        return sum(p.numel() for chunk in self.chunks for p in chunk.parameters())
-
 
 def unwrapped(module: Any) -> torch.nn.Module:
     """``module`` without DDP and precision wrappers."""

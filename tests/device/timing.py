@@ -109,7 +109,7 @@ def _step(dtype: torch.dtype, large: bool) -> dict[str, Any]:
         return {
             "milliseconds": round(1000 * seconds, 3),
             "tokens_per_second": round(length / seconds, 1),
-            "parameters": trainable.parameters_on_this_rank(),
+            "parameters": sum(each.numel() for chunk in trainable.chunks for each in chunk.parameters()),
             "tflops": round(rate / 1e12, 3),
             "peak_memory_bytes": job.backend.max_memory_allocated(),
             **({} if peak is None else {"share_of_peak": round(rate / peak, 3)}),

@@ -31,14 +31,11 @@ def _router(original: Callable[..., None], self: Any, config: Any) -> None:
     """Upstream draws with the tracker's stream, or where nothing is to be drawn."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-    if config.perform_initialization and get_cuda_rng_tracker().is_initialized():
-        original(self, config)
-        return
     given = copy.copy(config)
     if not config.perform_initialization:
         given.init_method = lambda weight: weight
-    # Upstream then draws without the tracker.
-    given.perform_initialization = False
+    # Without a tracker upstream then draws as the host does.
+    given.perform_initialization = config.perform_initialization and get_cuda_rng_tracker().is_initialized()
     original(self, given)
     self.config = config
 

@@ -60,8 +60,6 @@ class ControlWatch:
 
     def __init__(self, path: Path, apply: Callback) -> None:
         """``apply(content)`` takes over what belongs to the recorder and may raise ``ConfigError``."""
-        self.callbacks: list[Callback] = []
-        """Called after ``apply`` with the whole content."""
         self._path = path
         self._apply = apply
         self._seen = self._stamp()
@@ -78,14 +76,6 @@ class ControlWatch:
         except (ScanError, ConfigError) as error:
             logger.warning("the control file is not obeyed: %s", error)
             return
-        for callback in tuple(self.callbacks):
-            try:
-                callback(content)
-            except Exception as error:  # noqa: BLE001 - tracing never ends training
-                name = getattr(callback, "__qualname__", repr(callback))
-                logger.warning(
-                    "%s could not follow the control file: %s: %s", name, type(error).__name__, error
-                )
 
     def _stamp(self) -> tuple[int, int, int] | None:
         try:

@@ -58,8 +58,6 @@ class SpanEncoder:
         """Spans packed so far, in the order of their ends; the caller takes and clears them."""
         self.iteration = 0
         """The step of the last event; 0 before the first."""
-        self.ended_steps: list[int] = []
-        """Steps that ended; the caller takes and clears them."""
         self.threads: dict[int, int] = {}
         """Thread identity -> its number in the spans."""
         self.unmatched = 0
@@ -112,8 +110,6 @@ class SpanEncoder:
         ended.sort(key=itemgetter(0))
         for end, beginning, attrs, ident in ended:
             self._pack(beginning, end, attrs, ident)
-            if beginning[1] == "step":
-                self.ended_steps.append(beginning[3])
         ended.clear()
 
     def open_spans(self, now: int, *, at_least: int = OPEN_AFTER_NS) -> None:

@@ -73,7 +73,6 @@ class Recorder:
         self._names = Names()
         self._queues = Queues()
         self._listening = Listening(self._queues, level, window, changed=self._changed, failed=self._fail)
-        self._step_callbacks: list[Callable[[int], None]] = []
         self._level_callbacks: list[LevelCallback] = []
         self._look_callbacks: list[Callable[[], None]] = []
         self._control = ControlWatch(self.files.control, self._controlled)
@@ -119,7 +118,6 @@ class Recorder:
                 ring,
                 self._facts,
                 look=self._look,
-                step_ended=self._step_ended,
                 failed=self._fail,
             )
             self._writer.flush()
@@ -187,10 +185,6 @@ class Recorder:
         """The number of a process group, for ``add_spans``; any thread."""
         return self._names.group(name, ranks)
 
-    def on_step(self, callback: Callable[[int], None]) -> None:
-        """Call ``callback(iteration)`` in the background thread once a step is written."""
-        self._step_callbacks.append(callback)
-
     def on_level(self, callback: LevelCallback) -> None:
         """Call ``callback(old, new)`` in the training thread, between two steps, when the level changes.
 
@@ -201,10 +195,6 @@ class Recorder:
         """Call ``callback()`` in the background thread about once a second; what it does holds up the
         writing."""
         self._look_callbacks.append(callback)
-
-    def on_control(self, callback: Callable[[Mapping[str, Any]], None]) -> None:
-        """Call ``callback(content)`` in the background thread when the control file has changed."""
-        self._control.callbacks.append(callback)
 
     def sample(self, name: str, read: Callable[[], float | None]) -> None:
         """Record ``read()`` as counter ``name`` at every flush, in the background, unless None."""
@@ -228,10 +218,6 @@ class Recorder:
         self._control.look()
         for callback in tuple(self._look_callbacks):
             self._call(self._look_callbacks, callback)
-
-    def _step_ended(self, iteration: int) -> None:
-        for callback in tuple(self._step_callbacks):
-            self._call(self._step_callbacks, callback, iteration)
 
     def _call(self, callbacks: list[Any], callback: Callable[..., None], *args: Any) -> None:
         """One that raises is said and not called again."""

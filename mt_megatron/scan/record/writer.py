@@ -55,11 +55,9 @@ class Writer(RankThread):
         facts: HostFacts,
         *,
         look: Callable[[], None],
-        step_ended: Callable[[int], None],
         failed: Callable[[BaseException], None],
     ) -> None:
-        """``look``, called about once a second, sees whether something else is wanted; ``step_ended`` hears
-        of each step once its spans are written."""
+        """``look``, called about once a second, sees whether something else is wanted."""
         super().__init__(target=self._guarded, name="scan-writer", daemon=True)
         self.encoder = SpanEncoder(names)
         self._queues = queues
@@ -67,7 +65,6 @@ class Writer(RankThread):
         self._ring = ring
         self._facts = facts
         self._look = look
-        self._step_ended = step_ended
         self._failed = failed
         self._stopped = False
         self._latest_ns = 0
@@ -159,9 +156,6 @@ class Writer(RankThread):
             notes=notes,
             threads=lambda: thread_names(encoder.threads),
         )
-        ended, encoder.ended_steps = encoder.ended_steps, []
-        for iteration in ended:
-            self._step_ended(iteration)
 
     def _counters(self) -> bytes:
         now, string = time.perf_counter_ns(), self._names.string

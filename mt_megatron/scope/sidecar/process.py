@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,15 +94,6 @@ class SidecarProcess:
             return
         self._relay = RankThread(target=self._read, args=(self.process,), daemon=True)
         self._relay.start()
-
-    def wait_until_ready(self, seconds: float) -> bool:
-        """Whether the socket is there within ``seconds``."""
-        until = time.monotonic() + seconds
-        while not self.socket.exists():
-            if self.process is None or self.process.poll() is not None or time.monotonic() > until:
-                return False
-            time.sleep(0.01)
-        return True
 
     def has_told(self, seconds: float) -> bool:
         """Whether it has ended by an error, and said so, or does within ``seconds``; any thread."""

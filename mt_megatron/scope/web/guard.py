@@ -20,9 +20,6 @@ from mt_megatron.scope.recording.audit import Audit
 from .access import Access, Session
 from .messages import MOST_BYTES, MOST_QUERY
 
-HOSTS = frozenset({"localhost", "127.0.0.1", "[::1]"})
-"""Names by which a browser may reach this server, before the port (which ``ssh -L`` changes)."""
-
 OPEN_PATHS = frozenset({"/", "/open", "/live", "/api/open", "/api/proof"})
 """What answers without a session, besides the files of the build, which are no secret. The websocket's first
 frame names its session."""

@@ -222,7 +222,7 @@ class Watchdog:
 
     def long_progress(self, where: str) -> None:
         """As ``progress``, of what takes longer than a step: a start's first one, saving, validation."""
-        self._state = (time.monotonic(), where, max(self.limit, self._closing_seconds))
+        self._state = (time.monotonic(), where, self._closing_seconds)
 
     def touch(self) -> None:
         """The main thread gets on within what it was doing."""

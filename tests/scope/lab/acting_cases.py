@@ -294,7 +294,7 @@ def previewed() -> dict[str, Any]:
         }
         told = run.lab.handlers["preview"](entry(**given))
         assert run.lab.status()["armed"] == [] and run.digest() == before
-        size = run.trainable.parameters_on_this_rank()
+        size = sum(each.numel() for chunk in run.trainable.chunks for each in chunk.parameters())
         modules = run.lab.handlers["preview"](entry(kind="mask", on="activation", module="*.linear_qkv"))
     return {"weights": told, "parameters": size, "modules": modules}
 
