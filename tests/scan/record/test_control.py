@@ -115,20 +115,6 @@ def test_two_writers_lose_nothing(tmp_path: Path) -> None:
     assert len(read_control(files.control)) == 150
 
 
-def test_a_callback_that_fails_is_said_and_the_others_hear(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    files = run_files(tmp_path)
-    write_run(files, {})
-    heard: list[Any] = []
-    watch = ControlWatch(files.control, lambda content: None)
-    watch.callbacks += [lambda content: 1 / 0, heard.append]
-    change_control(files, {"confirm": 3})
-    watch.look()
-    assert heard == [{"confirm": 3}]
-    assert "ZeroDivisionError" in caplog.text
-
-
 def test_the_command_line_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["scan", "level", str(tmp_path), "full"]) == 1
     assert "found no trace in" in capsys.readouterr().err
