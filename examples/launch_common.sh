@@ -373,7 +373,14 @@ launch() {
         die "found no model '$MODEL'; expected one of: $(model_names)"
     fi
 
+    if [[ ${#extra[@]} -gt 0 && ${extra[0]} != --* ]]; then
+        die "found '${extra[0]}' where an option was expected; options start with --, see --help"
+    fi
     ensure_environment
+    # They print and stop.
+    if [[ -z ${SHOWN_PYTHON:-} ]] && given --list-options --list-models -- "${extra[@]}"; then
+        exec "$PYTHON" -W ignore -m mt_megatron.cli pretrain "${extra[@]}"
+    fi
     choose_backend
     # Options that are typed or in the user's own file; the script chooses the rest.
     local -a settled=("${extra[@]}")

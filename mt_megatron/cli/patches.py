@@ -103,7 +103,7 @@ def _list(args: argparse.Namespace) -> int:
     features = dict.fromkeys(patch.feature for patch in patches)
     lines = [
         f"backend {name} ({why}): {len(patches) - len(reasons)} of {len(patches)} patches apply, "
-        f"{len(features)} features",
+        f"{len(features)} feature{'s' * (len(features) != 1)}",
         "'+' applies, '-' is left out; 'mt-megatron patches explain ID' shows one with its source",
     ]
     for feature in features:

@@ -223,8 +223,8 @@ def _heading(found: Suggestion) -> list[str]:
     model = found.config.model.preset or "model"
     train = found.config.train
     lines = [
-        f"{model} on {found.world_size} x {device.name}: {found.considered} layouts considered, "
-        f"{found.fitting} variants fit",
+        f"{model} on {found.world_size} x {device.name}: {found.considered} layouts considered, of which "
+        f"{found.fitting} variants (micro-batches, recomputation) fit; near-equals are left out",
         (
             f"global batch {train.global_batch_size} sequences of {train.seq_length} tokens; "
             f"{device.usable_bytes / _GIB:.1f} of {device.memory_bytes / _GIB:.1f} GiB usable; "

@@ -72,6 +72,7 @@ def run(args: argparse.Namespace) -> int:
 
         done = write_pftrace(trace, output, selection)
     print(f"{done.path}: {done.events} events of {done.ranks} ranks, {done.bytes / 1e6:.1f} MB")
+    print("next: open it at ui.perfetto.dev, where it stays on this machine, or in chrome://tracing")
     if done.events > _MUCH:
         print("That is much for a viewer: choose --first-step and --last-step, or --ranks.", file=sys.stderr)
     lacking = [

@@ -1,6 +1,7 @@
 // One self-contained HTML file of what the page shows: its own code, and the answers that the views ask for.
 import { MOST_RAW_BYTES, keyOf, load, raw } from './api.js';
 import { VECTORS, canProject, curve, lossByPosition, loads, plane, slices, validation, vectorAt, wholeTile } from './asked.js';
+import { say } from './i18n.js';
 import { causalShape } from './places.js';
 import { saveText } from './save.js';
 import { place, shapeAt, ui, upTo } from './state.svelte.js';
@@ -38,6 +39,7 @@ export async function exportPage() {
     ui.exporting = '…';
     for (const [url, body] of [...raw].reverse()) if (url !== 'run') keep(url, body, MOST_RAW_BYTES);
     const facts = await take('run');
+    if (!facts) throw new Error(say('The server does not answer: mt-megatron scope report makes the file.', '服务器没有应答：请用 mt-megatron scope report 生成文件。'));
     // An exported page opens at the newest step of its facts; a step that was chosen can be gone to.
     const steps = new Set([facts.last, place.query.step === undefined ? facts.last : Number(place.query.step)]);
     const paths = Object.entries(facts.names);
