@@ -14,7 +14,7 @@ from tests.launch import ROOT, run_command
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 MOCK = (
-    "--model llama3_tiny --mock-data --vocab-size 256 --backend cpu --train-iters 1 --global-batch-size 2 "
+    "--model llama3_tiny --mock-data --vocab-size 4096 --backend cpu --train-iters 1 --global-batch-size 2 "
     "--lr 1e-3"
 )
 
