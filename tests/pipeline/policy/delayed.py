@@ -17,19 +17,18 @@ from mt_megatron.comm.transport import UNLABELLED, Edge, Label, Receiving
 
 class Delayed:
     """``CollectiveTransport`` in which a message is sent ``seconds(step)`` after it was posted, by a thread
-    of its own; steps are counted by ``prepare``."""
+    of its own; steps are counted by ``finish``."""
 
     name = "delayed"
 
     def __init__(self, group: Any, device: torch.device, seconds: Callable[[int], float]) -> None:
         self._channel = CollectiveTransport(group, device)
         self._seconds = seconds
-        self._step = -1
+        self._step = 0
         self._posted: queue.Queue[tuple[float, Edge, Tensor, bool, _Sending]] = queue.Queue()
         threading.Thread(target=self._send, daemon=True).start()
 
     def prepare(self, edges: Iterable[Edge]) -> None:
-        self._step += 1
         self._channel.prepare(edges)
 
     def post_send(
@@ -62,6 +61,7 @@ class Delayed:
     def finish(self) -> None:
         self._posted.join()
         self._channel.finish()
+        self._step += 1
 
     def abandon(self, cause: BaseException | None = None) -> None:
         self._channel.abandon(cause)
