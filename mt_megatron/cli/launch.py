@@ -407,14 +407,14 @@ def _start(
 def _check_start(config: TrainingConfig, *, alone: bool) -> None:
     """Raise what every rank would: of the weights to start from, of a folder that another run saves to (where
     this machine is ``alone``: elsewhere that may be this run's own rank 0), of a package that is missing."""
-    from mt_megatron.planning.validate.files import file_problems
+    from mt_megatron.planning.validate.files import start_problems
 
     options = config.checkpoint
     if config.logging.wandb_project is not None and find_spec("wandb") is None:
         from mt_megatron.training.logging.wandb import MISSING
 
         raise ConfigError(MISSING)
-    if problems := file_problems(config):
+    if problems := start_problems(config):
         raise ConfigError("\n".join(problems))
     # Not for a new run: torch takes seconds to import.
     named = options.load or options.init_from_hf or options.resume not in ("auto", "never")

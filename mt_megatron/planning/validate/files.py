@@ -65,7 +65,7 @@ def file_problems(config: TrainingConfig) -> list[str]:
         *_indexed(config),
         *_amounts(config),
         *_generated(config),
-        *_checkpoints(config),
+        *start_problems(config),
         *_outputs(config),
         *_folders(config),
     ]
@@ -245,7 +245,8 @@ def _generated(config: TrainingConfig) -> list[str]:
     return []
 
 
-def _checkpoints(config: TrainingConfig) -> list[str]:
+def start_problems(config: TrainingConfig) -> list[str]:
+    """Problems of the folders to start from and to save to, one line each."""
     checkpoint, found = config.checkpoint, []
     if checkpoint.save_interval is not None and checkpoint.save is None:
         found.append("save_interval is set without save; expected a directory. Set --save.")
