@@ -43,17 +43,39 @@ def results(function, q, k, v, grad, scale=0.3):
     return [output.detach(), *torch.autograd.grad(output, (q, k, v), grad)]
 
 
+def summed(q, k, v, grad, scale=0.3):
+    """Sums of the magnitudes of all terms of each element of ``results``.
+
+    The rounding of a score, itself a sum, changes its weight by as many times its relative error.
+    """
+    b, heads, s = q.shape[:3]
+    groups = k.size(1)
+    q, k, v = (t.detach().repeat_interleave(heads // t.size(1), dim=1) for t in (q, k, v))
+    after = torch.ones(s, s, dtype=torch.bool).triu_(1)
+    weights = (q @ k.mT * scale).masked_fill(after, -torch.inf).softmax(-1)
+    q, k, v = q.abs(), k.abs(), v.abs()
+    weights = weights * (1 + q @ k.mT * scale)
+    grad = grad.abs().view(s, b, heads, -1).permute(1, 2, 0, 3)
+    products = grad @ v.mT
+    scores = weights * (products + (weights * products).sum(-1, keepdim=True)) * scale
+    of_keys, of_values = (
+        t.unflatten(1, (groups, heads // groups)).sum(2) for t in (scores.mT @ q, weights.mT @ grad)
+    )
+    return [(weights @ v).permute(2, 0, 1, 3).flatten(2), scores @ k, of_keys, of_values]
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("scores", [1, 1 << 19])
 def test_fp32_output_and_gradients_are_the_formulas(shape, scores, monkeypatch):
     monkeypatch.setattr(core, "_SCORES", scores)
     q, k, v, grad = inputs(shape, torch.float32)
-    for found, expected in zip(
-        results(core.causal_attention, q, k, v, grad), results(torchs, q, k, v, grad), strict=True
+    for found, expected, terms in zip(
+        results(core.causal_attention, q, k, v, grad),
+        results(torchs, q, k, v, grad),
+        summed(q, k, v, grad),
+        strict=True,
     ):
-        # Small elements are sums of terms as large as the largest.
-        largest = float(expected.abs().max())
-        torch.testing.assert_close(found, expected, rtol=0, atol=2e-6 * largest)
+        torch.testing.assert_close(found / terms, expected / terms, rtol=0, atol=8 * 2**-23)
 
 
 @pytest.mark.parametrize("shape", SHAPES[:3])
