@@ -11,7 +11,7 @@ from mt_megatron.errors import ConfigError
 
 KINDS: Mapping[str, tuple[str, Mapping[str, float]]] = {
     "slow_compute": ("every forward and backward of the rank does so many times its work", {"factor": 1.5}),
-    "slow_link": ("every transfer between the two ranks takes so much longer", {"ms": 5.0}),
+    "slow_link": ("every transfer between the two ranks takes so much longer", {"latency_ms": 5.0}),
     "jitter": ("random waits of this mean before every forward and backward", {"ms": 5.0}),
     "host_pause": ("the process is stopped for so long, again and again", {"seconds": 1.0, "every": 5.0}),
     "slow_data": ("every wait for data has so much writing to the disk in it", {"ms": 50.0}),
@@ -28,6 +28,9 @@ FORMER_KINDS: Mapping[str, str] = {
     "busy_host": "host_contention",
 }
 """Former names, which are still read -> kinds."""
+
+FORMER_FIGURES: Mapping[tuple[str, str], str] = {("slow_link", "ms"): "latency_ms"}
+"""Kind and the former name of a figure, which is still read -> the figure's name, as the simulator has it."""
 
 LONGEST_SECONDS = 3600.0
 
@@ -64,6 +67,7 @@ def parse_fault(text: str, world_size: int | None = None) -> Fault:
     ranks: tuple[int, ...] | None = None
     for pair in filter(None, rest.split(",")):
         key, equals, value = pair.partition("=")
+        key = FORMER_FIGURES.get((kind, key), key)
         if key in ("rank", "ranks") and equals:
             ranks = _ranks(value, text)
         elif key in figures and equals:

@@ -105,7 +105,7 @@ class _Heard:
         self._links = LinkDelays(
             rank,
             [
-                SlowLink(ranks=frozenset(one.ranks), seconds=one.figures["ms"] / 1e3)
+                SlowLink(ranks=frozenset(one.ranks), seconds=one.figures["latency_ms"] / 1e3)
                 for one in by_kind["slow_link"]
             ],
         )

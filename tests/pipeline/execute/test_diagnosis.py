@@ -19,7 +19,7 @@ SCHEDULES = {
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("fault", ["slow_link:ranks=0-1,ms=20", None])
+@pytest.mark.parametrize("fault", ["slow_link:ranks=0-1,latency_ms=20", None])
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_slow_link_is_found(tmp_path: Path, name: str, fault: str | None, record_property: Any) -> None:
     flags = f"--pipeline-model-parallel-size 2 --global-batch-size 8 {SCHEDULES[name]}"

@@ -122,7 +122,7 @@ def test_other_ranks_faults_are_not_this_ones(injector: Injector) -> None:
 
 
 def test_a_slow_link_holds_up_what_goes_over_it_and_nothing_else(injector: Injector) -> None:
-    injector.set([fault("slow_link:ranks=1-2,ms=200")])
+    injector.set([fault("slow_link:ranks=1-2,latency_ms=200")])
 
     def held_up(name: events.EventName, **attrs: Any) -> bool:
         before = time.process_time(), time.perf_counter()
@@ -323,3 +323,6 @@ def test_faults_have_the_names_of_their_causes_and_former_ones_are_read() -> Non
     for former, kind in FORMER_KINDS.items():
         assert parse_fault(f"{former}:rank=1") == parse_fault(f"{kind}:rank=1")
         assert simulated(f"{former}:rank=1") == simulated(f"{kind}:rank=1")
+    shared = "slow_link:ranks=1-2,latency_ms=7"
+    assert parse_fault("slow_link:ranks=1-2,ms=7") == parse_fault(shared)
+    simulated(shared)
