@@ -322,11 +322,16 @@ EOF
 
 # torch multiplies bf16 matrices one element at a time on x86 processors whose instructions oneDNN has no
 # bf16 kernels for: it has some for AVX-512 with BW (AMX has both) and for AVX-NE-CONVERT. Only x86 has a
-# line of flags; of other processors, and where /proc says nothing, nothing is assumed.
+# line of flags; of other processors, and where /proc says nothing, nothing is assumed. oneDNN itself reads
+# ONEDNN_MAX_CPU_ISA, below which no kernel is taken whatever the processor has.
 bf16_is_slow() {
     local cpuinfo="${1:-/proc/cpuinfo}" flags
     if [[ $BACKEND != cpu || -n ${FP8:-} || ! -r $cpuinfo ]]; then return 1; fi
     flags="$(grep -m 1 '^flags[[:blank:]]*:' "$cpuinfo")" || return 1
+    case "${ONEDNN_MAX_CPU_ISA:-}" in
+        SSE41 | AVX | AVX2 | AVX2_VNNI) return 0 ;;
+        AVX2_VNNI_2) flags="${flags//avx512bw/}" ;;
+    esac
     [[ " $flags " != *" avx512bw "* && " $flags " != *" avx_ne_convert "* ]]
 }
 
