@@ -116,7 +116,9 @@ def hardware_of(memory: str, **overrides: float | None) -> Hardware:
                 f"--device-memory is {memory!r}; expected a size such as 80GiB or 80e9, or a device: "
                 f"{', '.join(each.name for each in DEVICES.values())}"
             )
-        device = dataclasses.replace(_DEFAULT, name=f"a device of {size / _GIB:.1f} GiB", memory_bytes=size)
+        device = dataclasses.replace(
+            _DEFAULT, name=f"a device of {size / _GIB:.1f} GiB (H100 speeds unless given)", memory_bytes=size
+        )
     given = {name: value for name, value in overrides.items() if value is not None}
     for name, value in given.items():
         option = "--" + {"tflops": "device-tflops"}.get(name, name).replace("_", "-")

@@ -572,6 +572,7 @@ class _Run:
             validation=self.validation,
             baselines=baselines,
             checkpoint=self.checkpoint,
+            save=self.config.checkpoint.save,
             seconds=seconds,
         )
         self.output.end(self.progress.iteration, values, lines)

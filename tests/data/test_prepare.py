@@ -160,12 +160,24 @@ def test_the_limit_ends_after_the_document_that_reaches_it(texts: Path, tmp_path
     assert everything.train_tokens == whole.train_tokens
 
 
+@pytest.mark.parametrize("pieces", [2, 3, 5])
+def test_of_a_few_documents_one_is_held_out(pieces: int, tmp_path: Path) -> None:
+    """A text of some 100 KiB has few pieces, none of which the usual fraction may hold out."""
+    text = tmp_path / "poem.txt"
+    text.write_text("a line of some words and more\n" * (pieces * 64 * 1024 // 30))
+    lines: list[str] = []
+    made = prepare_corpus(tmp_path / "out", corpus=text, vocab_size=260, log=lines.append)
+    assert made.train_documents >= 1 and made.valid_documents >= 1
+    assert any("0.05 holds no document out" in line for line in lines)
+    prepare_corpus(tmp_path / "out", corpus=text, vocab_size=260, log=lines.append)
+    assert made == load_corpus(tmp_path / "out")
+
+
 def test_too_few_documents_are_an_error_and_leave_no_manifest(tmp_path: Path) -> None:
     texts = tmp_path / "texts"
     texts.mkdir()
     (texts / "a.txt").write_text("a line of text\n" * 50)
-    (texts / "b.txt").write_text("a line of words\n" * 50)
-    with pytest.raises(DataError, match="none fell to 'valid'"):
+    with pytest.raises(DataError, match="1 fell to 'train' and 0 to 'valid'.* another --validation-fraction"):
         prepare_corpus(tmp_path / "out", corpus=texts, vocab_size=260, log=lambda line: None)
     assert not (tmp_path / "out" / "corpus.json").exists()
 
@@ -270,13 +282,13 @@ def test_a_build_that_fails_takes_none_of_its_tokenizers_files_away(texts: Path,
     further = {
         name: (output / name).read_bytes() for name in ("chat_template.jinja", "tokenizer_config.json")
     }
-    with pytest.raises(DataError, match="none fell to 'valid'"):
+    with pytest.raises(DataError, match="[1-9][0-9]* fell to 'train' and 0 to 'valid'"):
         prepare_corpus(
             output,
             corpus=texts,
             vocab_size=300,
             tokenizer=output,
-            validation_fraction=1e-9,
+            max_train_tokens=1,
             force=True,
         )
     assert {name: (output / name).read_bytes() for name in further} == further

@@ -373,6 +373,7 @@ def test_sizes_are_read(text: str, expected: float | None) -> None:
 def test_devices_are_known_by_name_and_figures_can_be_replaced() -> None:
     assert hardware_of(" h200 ").memory_bytes == 141 * 2**30
     assert hardware_of("80e9", tflops=312.0, inter_node_gbps=None).tflops == 312.0
+    assert "H100 speeds unless given" in hardware_of("80e9").name
     for memory, options, said in (
         ("H1000", {}, "--device-memory is 'H1000'"),
         ("H100", {"tflops": 0.0}, "--device-tflops is 0.0"),

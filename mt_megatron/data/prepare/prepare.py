@@ -323,7 +323,11 @@ def _build(
     (directory / _MANIFEST).unlink(missing_ok=True)
 
     log(f"data: reading {len(source.files):,} files of {source.label}")
-    fraction = options.validation_fraction
+    fraction = _fraction_held_out(source, options.validation_fraction)
+    if fraction != options.validation_fraction:
+        log(
+            f"data: a fraction of {options.validation_fraction} holds no document out: {fraction:.2f} is used"
+        )
     if given is not None:
         for name, content in copies.items():
             (building / name).write_bytes(content)
@@ -335,14 +339,13 @@ def _build(
         tokenizer = train_tokenizer(texts, vocab_size=options.vocab_size, output=building / "tokenizer.json")
     log("data: encoding")
     skipped: list[Skipped] = []
-    documents, tokens, special = _encode(source, options, tokenizer, building, skipped, advance)
-    for split in ("train", "valid"):
-        if documents[split] == 0:
-            raise DataError(
-                f"of {documents['train'] + documents['valid']} documents in {source.label} none fell to "
-                f"{split!r} (validation fraction {fraction}); use more documents, another fraction, or a "
-                "higher limit on tokens"
-            )
+    documents, tokens, special = _encode(source, options, fraction, tokenizer, building, skipped, advance)
+    if not all(documents.values()):
+        raise DataError(
+            f"of the documents in {source.label} {documents['train']} fell to 'train' and "
+            f"{documents['valid']} to 'valid' (validation fraction {fraction:.2f}); expected some of both: "
+            "use more documents or lines, another --validation-fraction, or a higher --max-tokens"
+        )
     log("data: counting unigrams and bigrams")
     model, baselines = _baselines(building, tokenizer.vocab_size)
     manifest = {
@@ -428,8 +431,20 @@ def _training_texts(source: Source, fraction: float, advance: Advance) -> Iterat
         raise DataError(
             f"no document of {source.label} can be used for training "
             f"({named or 'all are held out for validation'}{'; ...' if len(skipped) > 5 else ''}); expected "
-            "texts in UTF-8"
+            "several documents or lines of text in UTF-8"
         )
+
+
+def _fraction_held_out(source: Source, wanted: float) -> float:
+    """``wanted``, or where it holds none of a few documents out, a larger fraction that does."""
+    several = len(list(islice(read_documents(source, []), 2))) == 2
+    while (
+        several
+        and wanted < 0.9
+        and all(split_of(each.name, wanted) == "train" for each in read_documents(source, []))
+    ):
+        wanted = max(DEFAULT_VALIDATION_FRACTION, 1.1 * wanted)
+    return wanted
 
 
 def _bytes(source: Source) -> int:
@@ -439,6 +454,7 @@ def _bytes(source: Source) -> int:
 def _encode(
     source: Source,
     options: _Options,
+    fraction: float,
     tokenizer: Tokenizer,
     folder: Path,
     skipped: list[Skipped],
@@ -453,7 +469,7 @@ def _encode(
     total, done, special = _bytes(source), 0, 0
     limit = options.max_train_tokens
     for document, ids in _encoded(read_documents(source, skipped), tokenizer):
-        split = split_of(document.name, options.validation_fraction)
+        split = split_of(document.name, fraction)
         writers[split].add([*ids, tokenizer.eod])
         documents[split] += 1
         special += tokenizer.special_tokens_in(document.text)

@@ -85,9 +85,11 @@ def summary_lines(
     validation: Validation | None,
     baselines: Baselines | None,
     checkpoint: Path | None,
+    save: str | None,
     seconds: float,
 ) -> list[str]:
-    """What a person wants to know when a run has ended; ``seconds`` is how long this process took."""
+    """What a person wants to know when a run has ended; ``save`` is its ``--save``, ``seconds`` how long this
+    process took."""
     lines = []
     if progress.iteration > train_iters:
         lines.append(
@@ -111,7 +113,8 @@ def summary_lines(
             f"{baselines.bigram:.4f}; this model is {'below' if better else 'not below'} the bigrams"
             + ("" if better else ": it predicts worse than a table of token pairs, train longer")
         )
-    lines.append(f"checkpoint: {checkpoint}" if checkpoint is not None else "checkpoint: none (no --save)")
+    missing = "none (no --save)" if save is None else f"none (no save in {save} succeeded, see above)"
+    lines.append(f"checkpoint: {checkpoint or missing}")
     config = None if checkpoint is None else checkpoint / "config.yaml"
     if config is not None and config.is_file():
         lines.append(f"config: {config}")

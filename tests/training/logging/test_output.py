@@ -116,10 +116,14 @@ def _steps(lines: list[str]) -> list[str]:
 
 def test_a_run_beyond_its_steps_has_nothing_to_train() -> None:
     progress = Progress(iteration=310)
-    arguments: dict[str, Any] = dict.fromkeys(("train_loss", "validation", "baselines", "checkpoint"))
+    arguments: dict[str, Any] = dict.fromkeys(("train_loss", "validation", "baselines", "checkpoint", "save"))
     beyond = summary_lines(progress=progress, train_iters=20, seconds=1.0, **arguments)
     assert beyond[0] == "nothing to train: the run is at step 310, beyond --train-iters 20"
-    assert summary_lines(progress=progress, train_iters=310, seconds=1.0, **arguments)[0].startswith("done:")
+    done = summary_lines(progress=progress, train_iters=310, seconds=1.0, **arguments)
+    assert done[0].startswith("done:") and "checkpoint: none (no --save)" in done
+    arguments["save"] = "runs/full disk"
+    failed = summary_lines(progress=progress, train_iters=310, seconds=1.0, **arguments)
+    assert "checkpoint: none (no save in runs/full disk succeeded, see above)" in failed
 
 
 def test_the_last_lines_say_what_can_be_done_next(found: tuple[list[Found], Path]) -> None:
@@ -143,6 +147,7 @@ def test_a_model_worse_than_pairs_of_tokens_is_told_to_train_longer() -> None:
             validation=Validation(loss=loss, tokens=10),
             baselines=baselines,
             checkpoint=None,
+            save=None,
             seconds=1.0,
         )
         told[loss] = any("worse than a table of token pairs, train longer" in line for line in lines)
