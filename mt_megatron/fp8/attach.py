@@ -227,8 +227,12 @@ def _weights(layer: Any) -> Iterator[tuple[str, Any, Any]]:
 
     from mt_megatron.layers.mla.spec import ReplicatedLinear
     from mt_megatron.layers.moe.experts import is_arranged
+    from mt_megatron.layers.te.grouped import TEGroupedLinear
 
     for name, module in layer.named_modules():
+        if isinstance(module, TEGroupedLinear):
+            yield from ((name, module, parameter) for parameter in module.weights)
+            continue
         if isinstance(module, GroupedMLP):
             if not is_arranged(module):
                 raise ConfigError(

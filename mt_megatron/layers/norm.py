@@ -49,13 +49,6 @@ class _Norm(torch.nn.Module):
         if self.bias is not None:
             torch.nn.init.zeros_(self.bias)
 
-    def _gain(self) -> Tensor:
-        # One is added in fp32: bf16 would lose most of a small gain.
-        return self.weight.float() + 1.0 if self.zero_centered_gamma else self.weight
-
-    def _output_dtype(self, input: Tensor) -> torch.dtype:
-        return self.weight.dtype if self.weight.itemsize < input.itemsize else input.dtype
-
     def extra_repr(self) -> str:
         return f"{self.hidden_size}, eps={self.eps}, zero_centered_gamma={self.zero_centered_gamma}"
 
@@ -68,11 +61,7 @@ class RMSNorm(_Norm):
         super().__init__(config, hidden_size, eps, with_bias=False)
 
     def forward(self, input: Tensor) -> Tensor:
-        gain, dtype = self._gain(), self._output_dtype(input)
-        if input.device.type != "cpu" and gain.dtype == input.dtype == dtype:
-            return F.rms_norm(input, (self.hidden_size,), gain, self.eps)
-        output: Tensor = _RMSNorm.apply(input, gain, self.eps, dtype)  # type: ignore[no-untyped-call]
-        return output
+        return rms_norm(input, self.weight, self.eps, zero_centered=self.zero_centered_gamma)
 
 
 class LayerNorm(_Norm):
@@ -83,15 +72,48 @@ class LayerNorm(_Norm):
         super().__init__(config, hidden_size, eps, with_bias=True)
 
     def forward(self, input: Tensor) -> Tensor:
-        gain, bias = self._gain(), self.bias
-        if bias is not None and bias.dtype != gain.dtype:
-            bias = bias.to(gain.dtype)
-        dtype = self._output_dtype(input)
-        if gain.dtype != input.dtype and not (gain.dtype is torch.float32 and input.device.type == "cpu"):
-            # The CPU kernel mixes low-precision input with fp32 parameters; elsewhere widen first.
-            input, gain = input.float(), gain.float()
-            bias = None if bias is None else bias.float()
-        return F.layer_norm(input, (self.hidden_size,), gain, bias, self.eps).to(dtype)
+        return layer_norm(input, self.weight, self.bias, self.eps, zero_centered=self.zero_centered_gamma)
+
+
+def rms_norm(input: Tensor, weight: Tensor, eps: float, *, zero_centered: bool) -> Tensor:
+    """``RMSNorm`` of [..., hidden]. ``weight`` [hidden] is the gain, or it less one (``zero_centered``)."""
+    gain, dtype = _gain(weight, zero_centered), _output_dtype(weight, input)
+    if input.device.type != "cpu" and gain.dtype == input.dtype == dtype:
+        return F.rms_norm(input, weight.shape, gain, eps)
+    output: Tensor = _RMSNorm.apply(input, gain, eps, dtype)  # type: ignore[no-untyped-call]
+    return output
+
+
+def layer_norm(
+    input: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, zero_centered: bool
+) -> Tensor:
+    """``LayerNorm`` of [..., hidden] with ``weight`` and ``bias`` [hidden]."""
+    gain, dtype = _gain(weight, zero_centered), _output_dtype(weight, input)
+    if bias is not None and bias.dtype != gain.dtype:
+        bias = bias.to(gain.dtype)
+    if gain.dtype != input.dtype and not (gain.dtype is torch.float32 and input.device.type == "cpu"):
+        # The CPU kernel mixes low-precision input with fp32 parameters; elsewhere widen first.
+        input, gain = input.float(), gain.float()
+        bias = None if bias is None else bias.float()
+    return F.layer_norm(input, weight.shape, gain, bias, eps).to(dtype)
+
+
+def normalised(
+    normalization: str, input: Tensor, weight: Tensor, bias: Tensor | None, *, eps: float, zero_centered: bool
+) -> Tensor:
+    """The norm that ``normalization`` names, with parameters that lie elsewhere."""
+    if normalization == "RMSNorm":
+        return rms_norm(input, weight, eps, zero_centered=zero_centered)
+    return layer_norm(input, weight, bias, eps, zero_centered=zero_centered)
+
+
+def _gain(weight: Tensor, zero_centered: bool) -> Tensor:
+    # One is added in fp32: bf16 would lose most of a small gain.
+    return weight.float() + 1.0 if zero_centered else weight
+
+
+def _output_dtype(weight: Tensor, input: Tensor) -> torch.dtype:
+    return weight.dtype if weight.itemsize < input.itemsize else input.dtype
 
 
 def norm_class(config: Any) -> type[RMSNorm] | type[LayerNorm]:

@@ -44,6 +44,7 @@ CONCERNS = (
     "model.norm",
     "model.attention",
     "model.context_parallel",
+    "model.te_layers",
     "model.swiglu",
     "model.experts",
     "model.token_dispatcher",

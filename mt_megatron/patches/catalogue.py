@@ -18,7 +18,7 @@ from ..patching.spec import Patch
 
 PATH = Path(__file__).with_name("declared.json.gz")
 _FOLDERS = ("patches", "backends")
-_FIELDS = ("id", "target", "kind", "reason", "feature", "digest", "after", "scope")
+_FIELDS = ("id", "target", "kind", "reason", "feature", "digest", "after", "scope", "unless")
 
 
 def recorded(backend: str) -> list[Patch] | None:
@@ -57,6 +57,6 @@ def _data(patch: Patch) -> dict[str, Any]:
 def _patch(data: dict[str, Any]) -> Patch:
     given = {**data, "body": None}
     given["backends"] = None if data["backends"] is None else frozenset(data["backends"])
-    for name in ("after", "scope"):
+    for name in ("after", "scope", "unless"):
         given[name] = tuple(data.get(name, ()))
     return Patch(**given)

@@ -37,6 +37,7 @@ from mt_megatron.patching.referrers import Held, Search
 from mt_megatron.patching.report import PatchReport, State, make_report
 from mt_megatron.patching.scope import Scope
 from mt_megatron.patching.scoped import ScopedRebinds
+from mt_megatron.patching.served import ServedModules
 from mt_megatron.patching.spec import Patch
 
 # Kinds: the value that a patch puts at its target, made from the value that is there.
@@ -306,9 +307,12 @@ class AppliedPlan:
         self._notes: list[str] = []
         rebinds = (step for step in plan.steps if step.patch.kind == "rebind")
         self._scoped = ScopedRebinds(rebinds, self._journal, scope)
+        modules = [step for step in plan.steps if step.patch.kind == "module"]
+        self._served = ServedModules(modules, self._journal, scope)
+        self._done.update(step.patch.id for step in modules)
         self._owned: dict[str, list[Step]] = defaultdict(list)
         for step in plan.steps:
-            if step.patch.kind != "rebind":
+            if step.patch.kind not in ("rebind", "module"):
                 self._owned[step.module].append(step)
         self._hook = ImportHook(self._watches, self._imported)
         _plans.add(self)
@@ -347,6 +351,7 @@ class AppliedPlan:
         now = {name for name in self._owned if self._loaded(name)}
         self._apply([step for step in self.plan.steps if step.module in now or step.patch.kind == "rebind"])
         self._scoped.apply()
+        self._served.start()
 
     def revert(self) -> list[str]:
         """Put every value back. Returns descriptions of holders that keep a patched value because
@@ -365,6 +370,7 @@ class AppliedPlan:
 
     def _withdraw(self) -> list[str]:
         self._hook.remove()
+        self._served.give_back()
         self._scoped.give_back()
         given, self._given = self._given, {}
         return [holder for holder, _ in give_back(list(given.values())).stuck]

@@ -155,8 +155,10 @@ def resolve(patch: Patch, cache: DigestCache, unpinned: Sequence[str]) -> Resolu
 
 def _check_record(patch: Patch) -> None:
     _, qualname = parse_target(patch.target)
-    if not qualname and patch.kind != "rebind":
-        raise PatchTargetError(f"{patch.target!r} is a whole module, which only a rebind can target")
+    if not qualname and patch.kind not in ("rebind", "module"):
+        raise PatchTargetError(
+            f"{patch.target!r} is a whole module, which only a rebind and a module can target"
+        )
     if (patch.kind == "rebind") != bool(patch.scope):
         raise PatchTargetError("scope belongs to a rebind, and a rebind needs one")
     if patch.kind == "constant":
@@ -171,7 +173,7 @@ def _check_record(patch: Patch) -> None:
 def _source(patch: Patch, cache: DigestCache, unpinned: Sequence[str]) -> Source | None:
     module, qualname = parse_target(patch.target)
     free = any(in_package(module, package) for package in unpinned)
-    if patch.kind == "rebind":
+    if patch.kind in ("rebind", "module"):
         if patch.digest is None:
             if not exists(module):
                 raise PatchTargetError(f"no module {module!r}: is it installed here?")
@@ -465,7 +467,7 @@ def _reason_to_leave_out(patch: Patch, backend: str, features: Collection[str] |
             return f"needs {distribution} {wanted}, which is not installed"
         if not within(found, wanted):
             return f"needs {distribution} {wanted}, found {found}"
-    return None
+    return next((f"{name} can be imported" for name in patch.unless if exists(name)), None)
 
 
 def installed_version(distribution: str) -> str | None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Kind = Literal["wrap", "replace", "add", "value", "constant", "rebind", "fields"]
+Kind = Literal["wrap", "replace", "add", "value", "constant", "rebind", "fields", "module"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,7 +18,7 @@ class Patch:
 
     target: str
     """``module:qualname``, for example ``a.b.c:Class.method``. ``module:`` (nothing after the
-    colon) names the module object itself and is only allowed for ``rebind``."""
+    colon) names the module object itself and is only allowed for ``rebind`` and ``module``."""
 
     kind: Kind
     """
@@ -39,6 +39,9 @@ class Patch:
       ``body(original)``: names of the modules and their classes, and default arguments.
     * ``fields``: ``body`` is a tuple of keyword-only ``dataclasses.Field``, which the target, a
       dataclass, and every subclass of it accept beside their own.
+    * ``module``: the target cannot be imported, since its source wants a package that is absent
+      (see ``unless``). ``body(module)`` fills an empty module in its place; modules that tried to
+      import names of it before, and went on without, get them (see ``patching.served``).
     """
 
     reason: str
@@ -56,6 +59,9 @@ class Patch:
     requires: Mapping[str, str] = field(default_factory=dict)
     """Distribution name -> PEP 440 specifier. Outside it the patch is left out and the report
     says so: a compatibility patch belongs to a version range, not to a device."""
+
+    unless: tuple[str, ...] = ()
+    """Top-level modules; where one of them can be imported the patch is left out."""
 
     digest: str | None = None
     """sha256 of the upstream source it was written against (see ``patching.digest``). Required

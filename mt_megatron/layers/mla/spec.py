@@ -154,22 +154,28 @@ class ReplicatedLinear(torch.nn.Module):
 
     def forward(self, input: Tensor) -> tuple[Tensor, None]:
         """[..., input_size] -> [..., output_size], and no bias."""
-        arguments = {
-            "input": input,
-            "weight": self.weight,
-            "bias": None,
-            "gradient_accumulation_fusion": self.config.gradient_accumulation_fusion,
-            "sequence_parallel": False,
-            "allreduce_dgrad": False,
-        }
-        # By name at each call: whoever patches these functions patches this layer.
-        output: Tensor
-        if self.weight.requires_grad:
-            output = layers.linear_with_grad_accumulation_and_async_allreduce(**arguments)
-        else:
-            # Upstream wants the older name of allreduce_dgrad too, here alone.
-            output = layers.linear_with_frozen_weight(**arguments, async_grad_allreduce=False)
-        return output, None
+        fusion = bool(self.config.gradient_accumulation_fusion)
+        return linear_of_rank(input, self.weight, gradient_accumulation_fusion=fusion), None
 
     def extra_repr(self) -> str:
         return f"{self.input_size}, {self.output_size}"
+
+
+def linear_of_rank(input: Tensor, weight: Tensor, *, gradient_accumulation_fusion: bool) -> Tensor:
+    """``input @ weight.T`` through Megatron's function for tensor-parallel linears, nothing communicated."""
+    arguments = {
+        "input": input,
+        "weight": weight,
+        "bias": None,
+        "gradient_accumulation_fusion": gradient_accumulation_fusion,
+        "sequence_parallel": False,
+        "allreduce_dgrad": False,
+    }
+    # By name at each call: whoever patches these functions patches this one's callers.
+    output: Tensor
+    if weight.requires_grad:
+        output = layers.linear_with_grad_accumulation_and_async_allreduce(**arguments)
+    else:
+        # Upstream wants the older name of allreduce_dgrad too, here alone.
+        output = layers.linear_with_frozen_weight(**arguments, async_grad_allreduce=False)
+    return output

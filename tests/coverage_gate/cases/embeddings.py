@@ -2,46 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import ModuleType
-
 from tests.coverage_gate import models
 from tests.coverage_gate.case import case
 from tests.coverage_gate.target import DEVICE, torch
-
-
-@contextmanager
-def _transformer_engine_named() -> Iterator[None]:
-    """Let modules import the *names* of upstream's Transformer Engine layers; none can be built.
-
-    BERT's and CLIP's modules need the names to be imported at all, even where a caller passes other
-    layers, as these cases do.
-    """
-    name = "megatron.core.extensions.transformer_engine"
-    stand_in = ModuleType(name)
-
-    def refuse(attribute: str) -> type:
-        if not attribute.startswith("TE"):
-            raise AttributeError(attribute)
-
-        def __init__(self: object, *args: object, **kwargs: object) -> None:
-            raise ImportError(f"{attribute} needs Transformer Engine")
-
-        return type(attribute, (), {"__init__": __init__})
-
-    stand_in.__getattr__ = refuse  # type: ignore[method-assign]
-    before = sys.modules.get(name)
-    sys.modules[name] = stand_in
-    try:
-        yield
-    finally:
-        if before is None:
-            del sys.modules[name]
-        else:
-            sys.modules[name] = before
 
 
 @case(world=1)
@@ -96,13 +59,13 @@ def embeddings_tied_across_stages_start_equal() -> None:
 
 @case(world=1)
 def bert_returns_mean_embeddings() -> None:
-    with _transformer_engine_named():
-        specs = importlib.import_module("megatron.core.models.bert.bert_layer_specs")
-        bert = importlib.import_module("megatron.core.models.bert.bert_model")
-    model = bert.BertModel(
+    from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
+    from megatron.core.models.bert.bert_model import BertModel
+
+    model = BertModel(
         models.config(),
         num_tokentypes=0,
-        transformer_layer_spec=specs.bert_layer_local_spec,
+        transformer_layer_spec=bert_layer_local_spec,
         vocab_size=models.VOCABULARY,
         max_sequence_length=16,
     ).to(DEVICE)
@@ -123,11 +86,10 @@ def bert_returns_mean_embeddings() -> None:
 @case(world=1)
 def clip_tower_places_its_position_ids() -> None:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.vision.clip_vit_model import CLIPViTModel
     from megatron.core.transformer.torch_layer_norm import WrappedTorchLayerNorm
 
-    with _transformer_engine_named():
-        clip = importlib.import_module("megatron.core.models.vision.clip_vit_model")
-    model = clip.CLIPViTModel(
+    model = CLIPViTModel(
         models.config(),
         get_gpt_layer_local_spec(),
         ln_pre_impl=WrappedTorchLayerNorm,

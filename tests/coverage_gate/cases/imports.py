@@ -8,24 +8,12 @@ import pkgutil
 from tests.coverage_gate.case import case
 from tests.coverage_gate.target import DEVICE, torch
 
-_ENGINE = "transformer_engine"
 # Modules that cannot be imported without a package of the CUDA world -> words of upstream's refusal.
 MAY_REFUSE = {
     "datasets.retro": "faiss",
-    "extensions.transformer_engine": _ENGINE,
-    "inference.modelopt_support.gpt.model_specs": _ENGINE,
-    # Upstream uses the names in the module's body although it caught the ImportError.
-    "models.bert.bert_layer_specs": "TELayerNormColumnParallelLinear",
-    "models.bert.bert_model": "TELayerNormColumnParallelLinear",
-    "models.mamba.mamba_layer_specs": _ENGINE,
-    "models.multimodal.llava_model": _ENGINE,
-    "models.multimodal.llava_spec": _ENGINE,
-    "models.vision.clip_vit_model": _ENGINE,
-    "models.vision.vit_layer_specs": _ENGINE,
-    "ssm.mamba_block": _ENGINE,
+    "models.mamba.mamba_layer_specs": "mamba-ssm is required",
     "ssm.mamba_mixer": "mamba-ssm is required",
     "ssm.triton_cache_manager": "triton is required",
-    "transformer.custom_layers.transformer_engine": _ENGINE,
 }
 
 
@@ -39,7 +27,7 @@ def every_module() -> None:
         name = found.name.removeprefix("megatron.core.")
         try:
             imported.append(importlib.import_module(found.name))
-        except Exception as error:  # noqa: BLE001 - Retro raises a bare one, BERT a NameError
+        except Exception as error:  # noqa: BLE001 - Retro raises a bare one
             refused[name] = f"{type(error).__name__}: {error}"
     surprising = {k: v for k, v in refused.items() if k not in MAY_REFUSE or MAY_REFUSE[k] not in v}
     assert not surprising, surprising

@@ -1,4 +1,4 @@
-"""Code that only asks for Transformer Engine's version runs where the package is absent."""
+"""Code that asks for Transformer Engine's version runs where the package is absent."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ ASK = """
 import sys
 import mt_megatron
 {before}
-mt_megatron.patch("cpu")
+mt_megatron.patch("cpu"{features})
 from megatron.core.utils import get_te_version, is_te_min_version
 from megatron.core.transformer import transformer_config as user
-print(get_te_version(), is_te_min_version("0.1"), is_te_min_version("1.7.0", check_equality=False))
+print(get_te_version(), is_te_min_version("0.1"), is_te_min_version("1.9.0", check_equality=False))
 print(user.is_te_min_version is is_te_min_version, user.get_te_version())
 mt_megatron.unpatch()
 try: print(get_te_version())
@@ -32,10 +32,20 @@ def run(code: str, folder: Path) -> list[str]:
     return done.stdout.splitlines()
 
 
+BEFORE = "import megatron.core.transformer.transformer_config"
+
+
 def test_an_absent_package_has_no_version_and_is_below_every_minimum(tmp_path: Path) -> None:
+    """Where nothing stands in for its layers."""
     expected = ["None False False", "True None", "missing transformer_engine"]
-    assert run(ASK.format(before=""), tmp_path) == expected
-    assert run(ASK.format(before="import megatron.core.transformer.transformer_config"), tmp_path) == expected
+    for before in ("", BEFORE):
+        assert run(ASK.format(before=before, features=", features=['compat']"), tmp_path) == expected
+
+
+def test_with_layers_in_its_place_the_version_is_the_one_that_they_are_shaped_like(tmp_path: Path) -> None:
+    expected = ["1.9.0 True False", "True 1.9.0", "missing transformer_engine"]
+    for before in ("", BEFORE):
+        assert run(ASK.format(before=before, features=""), tmp_path) == expected
 
 
 def test_an_installed_package_has_its_own(tmp_path: Path) -> None:
