@@ -328,7 +328,7 @@ def test_a_methods_receiver_may_have_another_name(owner: Toy) -> None:
         ("C.m", "add", lambda: 1, {}, "is already defined"),
         ("f.inner", "add", lambda: 1, {}, "is no class, so nothing can be added"),
         ("Nope.m", "add", lambda: 1, {}, "does not define 'Nope'"),
-        ("", "value", lambda original: 1, {}, "which only a rebind can target"),
+        ("", "value", lambda original: 1, {}, "which only a rebind and a module can target"),
         ("f", "wrap", lambda original, *a, **k: 1, {"scope": ("x",)}, "scope belongs to a rebind"),
         ("f", "rebind", lambda original: 1, {}, "a rebind needs one"),
     ],

@@ -199,7 +199,18 @@ def test_every_patch_says_why_and_belongs_to_a_feature(declared: list[Patch]) ->
 
 FEATURES = {
     *("device", "collectives", "compat", "optimizer", "norm", "attention", "linear", "loss", "events"),
-    *("model_config", "moe", "mla", "mtp", "rope", "loader_workers", "errata", "fp8", "pipeline"),
+    *(
+        "model_config",
+        "moe",
+        "mla",
+        "mtp",
+        "rope",
+        "te_layers",
+        "loader_workers",
+        "errata",
+        "fp8",
+        "pipeline",
+    ),
 }
 
 
