@@ -22,7 +22,9 @@ SHIELDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 TEMPORARY_FOLDER = "MT_MEGATRON_TEMPORARY_FOLDER"
 """A launch's folder for its processes' temporary files; the launch removes it when they have ended."""
 
-_LOOK_SECONDS = 5.0
+_LOOK_SECONDS = 0.25
+"""From one look at the parent to the next. torch looks every 5 s; its worker then ends in the regular way and
+prints a traceback for a socket whose folder the launch has removed meanwhile."""
 
 _spawned_are_patched = False
 

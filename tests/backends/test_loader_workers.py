@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -28,7 +29,7 @@ class Numbers(Dataset):
         return 32
     def __getitem__(self, index):
         time.sleep(0.02)
-        return index
+        return torch.tensor(index)  # workers hand tensors over through a socket in the temporary folder
 
 class Stuck(Dataset):
     def __len__(self):
@@ -107,16 +108,19 @@ def end(process: subprocess.Popen[str]) -> None:
     process.communicate()
 
 
-def wait_for_end(workers: list[psutil.Process]) -> None:
-    # They look for their parent every five seconds.
-    deadline = time.monotonic() + 60
+def wait_for_end(workers: list[psutil.Process], seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
     while any(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in workers):
         assert time.monotonic() < deadline, "a worker outlived its parent"
         time.sleep(0.1)
 
 
 @pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.daily)])
-def test_signals_end_no_worker_but_its_parent_does(tmp_path: Path, method: str) -> None:
+def test_signals_end_no_worker_but_its_parent_does(
+    tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (temporary := tmp_path / "temporary").mkdir()
+    monkeypatch.setenv("MT_MEGATRON_TEMPORARY_FOLDER", str(temporary))
     process = start(tmp_path, method, str(tmp_path / "stuck"), "TERM", "USR1", "INT")
     try:
         found = line_of(process)
@@ -124,9 +128,12 @@ def test_signals_end_no_worker_but_its_parent_does(tmp_path: Path, method: str) 
         assert found["blocked"] == [], "only the workers keep the signals blocked"
         assert found["ended by parent"] == 0
         workers = [psutil.Process(pid) for pid in line_of(process)]
+        assert any(temporary.iterdir())
         process.kill()
         process.wait()
-        wait_for_end(workers)
+        shutil.rmtree(temporary)  # as a launch does that ends
+        wait_for_end(workers, 3.0)
+        assert process.stderr is not None and "Traceback" not in process.stderr.read()
     finally:
         end(process)
 

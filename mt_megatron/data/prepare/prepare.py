@@ -437,10 +437,9 @@ def _training_texts(source: Source, fraction: float, advance: Advance) -> Iterat
 
 def _fraction_held_out(source: Source, wanted: float) -> float:
     """``wanted``, or where it holds none of a few documents out, a larger fraction that does."""
-    several = len(list(islice(read_documents(source, []), 2))) == 2
     while (
-        several
-        and wanted < 0.9
+        wanted < 0.9
+        and len(list(islice(read_documents(source, []), 2))) == 2
         and all(split_of(each.name, wanted) == "train" for each in read_documents(source, []))
     ):
         wanted = max(DEFAULT_VALIDATION_FRACTION, 1.1 * wanted)

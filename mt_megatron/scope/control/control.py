@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shlex
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -164,8 +165,9 @@ class Control:
         self._heard = began = time.monotonic()
         self._audit.write("paused", step=step)
         self._say(
-            f"scope: paused after step {step}; 'mt-megatron scope control RUN resume' or the page lets it go "
-            f"on, and so do {self._pause_seconds / 60:g} minutes without anybody there"
+            f"scope: paused after step {step}; 'mt-megatron scope control "
+            f"{'RUN' if self._folder is None else shlex.quote(str(self._folder.parent))} resume' or the page "
+            f"lets it go on, and so do {self._pause_seconds / 60:g} minutes without anybody there"
         )
         self._tell_state()
         trainer.rest("paused by command")

@@ -41,6 +41,7 @@ def test_a_paused_run_comes_to_the_same_bits(found: list[dict[str, Any]]) -> Non
         assert paused["losses"] == alone["losses"] and paused["attempts"] == 8
     lines = "\n".join(found[0]["paused"]["lines"])
     assert "scope: paused after step" in lines and "scope: goes on after step" in lines
+    assert "control RUN" not in lines, "the command can be pasted"
     audit = found[0]["paused"]["audit"]
     assert audit.count("paused") == 2 and audit.count("resumed") == 2, audit
 

@@ -39,6 +39,7 @@ const ACTIONS = {
   },
   async shot(path) { await page.screenshot({ path }); return path; },
   async click(selector, index = 0) { await page.locator(selector).nth(index).click(); await quiet(); },
+  async double(selector) { await page.locator(selector).first().dblclick(); await quiet(); },
   async fill(selector, text) { await page.locator(selector).first().fill(text); },
   async press(key, ms = 200) { await page.keyboard.press(key); await page.waitForTimeout(ms); await quiet(); return page.evaluate(() => location.hash); },
   async text(selector = 'body') { return page.locator(selector).first().innerText(); },

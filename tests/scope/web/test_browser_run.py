@@ -93,10 +93,14 @@ def test_curves_on_an_axis_with_validation_zoom_csv_and_other_runs(recording: Se
         ["view", "#/run?with=other", 300, True],
         ["text", "main .tools"],
         ["download", "main .tools button", str(target)],
+        ["double", "main .u-over"],
+        ["until", "!document.querySelector('main .chart .fit')", 5_000],
+        ["evaluate", "location.hash"],
     ]
     found = drive(link_to(recording.tokens), tmp_path, actions, language="en")["results"]
     assert "nats per token" in found[1] and "validation" in found[1]
     assert "other" in found[5]
+    assert found[-1] == "#/run?with=other", "the newest step is followed on"
     rows = [line.split(",") for line in target.read_text().splitlines()]
     assert rows[0][:5] == ["run", "step", "time_unix", "seconds", "loss"] and rows[0][-1] == "validation_loss"
     assert {row[0] for row in rows[1:]} == {"run", "other"}

@@ -33,6 +33,7 @@ export function bytes(value) {
 
 export function seconds(value) {
   if (!Number.isFinite(value)) return '–';
+  if (value === 0) return '0 s';
   if (value < 1e-3) return `${trimmed(value * 1e6, 3)} µs`;
   if (value < 1) return `${trimmed(value * 1e3, 3)} ms`;
   if (value < 120) return `${trimmed(value, 3)} s`;
