@@ -17,7 +17,17 @@ from tests.fork_server import FOLDER, installed_here, new_folder
 from tests.soak import SoakReport
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
+    # Conftests of folders that are named are imported next, before options are known, and with them tables
+    # of cases, which read these.
+    given = {
+        *pluginmanager.get_plugin("pytestconfig").invocation_params.args,
+        *os.environ.get("PYTEST_ADDOPTS", "").split(),
+    }
+    if given & {"--all", "--soak"}:
+        os.environ["MT_MEGATRON_DAILY"] = "1"
+    if "--soak" in given:
+        os.environ["MT_MEGATRON_SOAK"] = "1"
     group = parser.getgroup("mt_megatron")
     group.addoption("--all", action="store_true", help="also run tests marked daily: the second lane")
     group.addoption(
@@ -52,12 +62,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "daily: proves the port and hardly ever fails, only run with --all")
     config.addinivalue_line("markers", "soak: acceptance volumes, only run with --soak")
     config.addinivalue_line("markers", "backend(name): needs this backend's device, only run with --backend")
-    # Tests whose volume depends on the lane, rather than their existence, read these.
     if config.getoption("--all") or config.getoption("--soak"):
-        os.environ["MT_MEGATRON_DAILY"] = "1"
         hypothesis.settings.load_profile("second lane")
     if config.getoption("--soak"):
-        os.environ["MT_MEGATRON_SOAK"] = "1"
         name = config.getoption("--soak-record")
         report = SoakReport(config, name=name) if name else SoakReport(config)
         config.pluginmanager.register(report, "soak-report")
