@@ -164,7 +164,11 @@ def _one(folder: Path, args: argparse.Namespace, arguments: dict[str, Any]) -> i
     try:
         while (answer := answered(folder, identity)) is None:
             if not is_told and time.monotonic() > began + _PATIENCE_S:
-                print("waiting for the run; Ctrl-C takes the command back", file=sys.stderr)
+                print(
+                    f"waiting for the run ('mt-megatron scope status {args.run}' says whether it has ended); "
+                    "Ctrl-C takes the command back",
+                    file=sys.stderr,
+                )
                 is_told = True
             if time.monotonic() > until:
                 taken = not take_back(folder, identity)

@@ -233,7 +233,8 @@ def load_tokenizer(data: DataConfig, *, vocab_size: int | None = None) -> Tokeni
     if vocab_size is not None and vocab_size < tokenizer.vocab_size:
         raise DataError(
             f"the model has vocab_size={vocab_size}, and {data.tokenizer_model or data.tokenizer_type} has "
-            f"{tokenizer.vocab_size} tokens; expected at least as many: raise --vocab-size or leave it out"
+            f"{tokenizer.vocab_size} tokens; expected at least as many: raise --vocab-size or leave it out; "
+            "for a published model make the data with its tokenizer (mt-megatron prepare --tokenizer FOLDER)"
         )
     return tokenizer
 

@@ -268,9 +268,9 @@ def text(found: Comparison) -> str:
 
 
 def _numbers(each: Difference) -> str:
-    if each.a == each.b:
-        return f"{each.a!r} in both, but elements differ (relative {each.relative:.3g})"
-    return f"{each.a!r} and {each.b!r} (relative {each.relative:.3g})"
+    # The elements of a vector may differ by more than the number that stands for them.
+    of = " of its elements" if each.relative > difference(each.a, each.b) else ""
+    return f"{each.a!r} and {each.b!r} (relative {each.relative:.3g}{of})"
 
 
 def as_map(found: Comparison) -> Mapping[str, object]:

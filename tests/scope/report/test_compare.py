@@ -12,7 +12,15 @@ import pytest
 
 from mt_megatron.errors import ScopeError
 from mt_megatron.scope.recording.reader import open_recording
-from mt_megatron.scope.report.compare import Comparison, as_map, compare, difference, text
+from mt_megatron.scope.report.compare import (
+    Comparison,
+    Difference,
+    _numbers,
+    as_map,
+    compare,
+    difference,
+    text,
+)
 from tests.scope.synthetic import RunShape, write_run
 
 SHAPE = RunShape(steps=40, interval=5, tp=1, experts=4, tensor_every=0, token_every=0)
@@ -124,6 +132,19 @@ def test_runs_without_common_samples_are_not_equal(interval: int, base: Path, tm
     assert text(found).startswith(expected)
     with open_recording(tmp_path) as alone:
         assert compare(alone, alone).equal
+
+
+def test_a_difference_of_elements_is_called_so() -> None:
+    """The number of a vector is one of its elements, or their sum."""
+    sides: dict[str, Any] = {
+        "step": 1,
+        "path": "decoder.layers.0",
+        "statistic": "outlier_channels",
+        "a": 6.5,
+        "b": 6.0,
+    }
+    assert _numbers(Difference(**sides, relative=0.78)) == "6.5 and 6.0 (relative 0.78 of its elements)"
+    assert _numbers(Difference(**sides, relative=0.5 / 6.5)) == "6.5 and 6.0 (relative 0.0769)"
 
 
 def test_relative_differences() -> None:
