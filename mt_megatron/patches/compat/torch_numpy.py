@@ -48,6 +48,8 @@ def trusted_globals() -> list[Any]:
     import argparse
     import enum
     import io
+    import pathlib
+    import types
 
     import numpy
     from megatron.core import enums
@@ -61,6 +63,8 @@ def trusted_globals() -> list[Any]:
     ]
     return [
         argparse.Namespace,
+        types.SimpleNamespace,
+        type(pathlib.Path()),
         io.BytesIO,
         numpy.ndarray,
         numpy.dtype,

@@ -8,6 +8,7 @@ the flag stays as it is and is set aside only where its answer is the wrong one.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -32,8 +33,15 @@ def _adam(original: Any, *, backend: Backend, made: set[type]) -> Any:
         which need not be derived from it."""
 
         def __call__(cls, params: Any, **options: Any) -> Any:
+            # Apex's and Transformer Engine's take None for a rate (``OptimizerConfig.lr`` by default): a
+            # scheduler replaces it before the first step. torch's check compares the rate with 0.
+            if unset := "lr" in options and options["lr"] is None:
+                options["lr"] = math.inf
             optimizer = backend.adamw(params, **options)
             made.add(type(optimizer))
+            for group in (optimizer.defaults, *optimizer.param_groups) if unset else ():
+                if group["lr"] == math.inf:
+                    group["lr"] = None
             return optimizer
 
         def __instancecheck__(cls, instance: Any) -> bool:
@@ -104,8 +112,9 @@ def _load_state_dict(original: Callable[..., None], self: Any, state_dict: Any) 
     if not _step_is_per_parameter():
         original(self, state_dict)
         return
-    # FusedAdam has no step in its groups until it has taken one.
-    groups = [{"step": 0.0, **group} for group in state_dict["optimizer"]["param_groups"]]
+    # FusedAdam has no step in its groups until it has taken one. Where it has, its place among the entries
+    # stays: a checkpoint of what was loaded is the one that it was loaded from, byte by byte.
+    groups = [{**group, "step": group.get("step", 0.0)} for group in state_dict["optimizer"]["param_groups"]]
     original(self, {**state_dict, "optimizer": {**state_dict["optimizer"], "param_groups": groups}})
     for state in self.optimizer.state.values():
         # Upstream gives all parameters one tensor, which then counts once for each of them.

@@ -25,15 +25,20 @@ def test_asynchronous_save_keeps_what_the_tensors_were(tmp_path: Path) -> None:
 
 
 def test_a_class_from_outside_is_not_built_by_loading(tmp_path: Path) -> None:
+    (tmp_path / "plain").mkdir()
     code = f"""
 import torch, subprocess
 from pathlib import Path
+from types import SimpleNamespace
+arguments = SimpleNamespace(save=Path("a"), lr=None)
+torch.save({{"args": arguments}}, {str(tmp_path / "plain" / "common.pt")!r})
 torch.save({{"x": subprocess.Popen}}, {str(tmp_path / "common.pt")!r})
 import mt_megatron; mt_megatron.patch("cpu")
 from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadStrategy
 try: TorchCommonLoadStrategy().load_common(Path({str(tmp_path)!r}))
 except Exception as error: assert "Popen" in str(error), error
 else: raise SystemExit("built a class nobody trusted")
+assert TorchCommonLoadStrategy().load_common(Path({str(tmp_path / "plain")!r})) == {{"args": arguments}}
 """
     run_command([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=60)
 

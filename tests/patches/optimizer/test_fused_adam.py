@@ -251,7 +251,10 @@ def which_adam() -> dict[str, Any]:
 
     _, optimizer = make(KINDS["fp32 distributed"])
     inner = optimizer.optimizer
+    saved = optimizer.state_dict()
+    optimizer.load_state_dict(saved)
     return {
+        "order": group_entries(saved) == group_entries(optimizer.state_dict()),
         "class": type(inner).__name__,
         "fused": inner.defaults["fused"],
         "decay": sorted(group["wd_mult"] for group in inner.param_groups),
@@ -259,12 +262,36 @@ def which_adam() -> dict[str, Any]:
         "adam": isinstance(inner, distrib_optimizer.Adam),
         "checks": [isinstance(inner, Adam), isinstance(torch.optim.SGD([torch.ones(1)]), Adam)],
         "subclass": issubclass(torch.optim.AdamW, Adam),
+        "unset rate": unset_rate(Adam),
     }
+
+
+def group_entries(state: dict[str, Any]) -> list[list[str]]:
+    """In their order, in which files have them."""
+    return [list(group) for group in state["optimizer"]["param_groups"]]
+
+
+def unset_rate(adam: Any) -> list[Any]:
+    """The rates of two groups, one without its own; the weights after a step with a rate; whether a step
+    without one is refused."""
+    first, second = (torch.nn.Parameter(torch.ones(1)) for _ in range(2))
+    optimizer = adam([{"params": [first]}, {"params": [second], "lr": 0.0}], lr=None, weight_decay=0.0)
+    for parameter in (first, second):
+        parameter.grad = torch.ones(1)
+    rates = [group["lr"] for group in optimizer.param_groups]
+    optimizer.param_groups[0]["lr"] = 0.5
+    optimizer.step()
+    weights = [first.item(), second.item()]
+    optimizer.param_groups[0]["lr"] = rates[0]
+    with pytest.raises((TypeError, RuntimeError)):
+        optimizer.step()
+    return [rates, weights]
 
 
 def test_adam_is_torchs_fused_adamw_and_the_flag_stays():
     (found,) = run_ranks(1, f"{HERE}:which_adam")
     assert found == {
+        "order": True,
         "class": "AdamW",
         "fused": True,
         "decay": [0.0, 1.0],
@@ -272,4 +299,5 @@ def test_adam_is_torchs_fused_adamw_and_the_flag_stays():
         "adam": True,
         "checks": [True, False],
         "subclass": True,
+        "unset rate": [[None, 0.0], [pytest.approx(0.5), 1.0]],
     }
