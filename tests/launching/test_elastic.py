@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,26 @@ def test_the_code_of_the_rank_that_failed_is_the_launchs(tmp_path: Path, code: i
     assert done.returncode == code
     assert f"process 1 of this machine ended with {code}; it says why above" in done.stderr
     assert "Traceback" not in done.stderr and "exitcode" not in done.stderr
+
+
+def test_a_port_that_is_taken_is_one_line(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        words = ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-conf", "is_host=true"]
+        endpoint = f"127.0.0.1:{taken.getsockname()[1]}"
+        done = run_command(
+            [
+                sys.executable,
+                "-m",
+                "mt_megatron.launching.jobs.elastic",
+                *words,
+                "--rdzv-endpoint",
+                endpoint,
+                str(tmp_path / "rank.py"),
+            ],
+            env=ENVIRONMENT,
+        )
+    assert done.returncode == 1 and "address already in use" in done.stderr and "--master-port" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_a_rank_that_a_signal_ended_has_torchruns_report(tmp_path: Path) -> None:

@@ -113,8 +113,13 @@ def summary_lines(
             f"{baselines.bigram:.4f}; this model is {'below' if better else 'not below'} the bigrams"
             + ("" if better else ": it predicts worse than a table of token pairs, train longer")
         )
-    missing = "none (no --save)" if save is None else f"none (no save in {save} succeeded, see above)"
-    lines.append(f"checkpoint: {checkpoint or missing}")
+    lines.append(
+        f"checkpoint: {checkpoint}"
+        if checkpoint is not None
+        else f"checkpoint: none (no save in {save} succeeded, see above)"
+        if save is not None
+        else "checkpoint: none (no --save)"
+    )
     config = None if checkpoint is None else checkpoint / "config.yaml"
     if config is not None and config.is_file():
         lines.append(f"config: {config}")
