@@ -58,7 +58,9 @@ class Trainable(Protocol):
 @contextmanager
 def synchronised_parameters(trainable: Trainable) -> Iterator[None]:
     """Every parameter complete on every rank, also when gathers overlap with the forward pass."""
-    overlapping: list[Any] = [chunk for chunk in trainable.chunks if chunk.use_forward_hook]
+    overlapping: list[Any] = [
+        chunk for chunk in trainable.chunks if getattr(chunk, "use_forward_hook", False)
+    ]
     for chunk in overlapping:
         chunk.disable_forward_pre_hook()
     try:

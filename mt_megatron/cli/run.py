@@ -14,9 +14,15 @@ from mt_megatron.launching.scripts.choice import (
     BACKEND,
     CPU_BF16_PRODUCTS,
     LOG_FOLDER,
+    MEGASCAN,
+    MEGASCOPE,
+    MEGASCOPE_INTERVAL,
+    RUN_DIR,
     SCHEDULE,
     TRANSPORT,
     Choice,
+    Recorded,
+    recorded_of,
 )
 from mt_megatron.launching.scripts.script import find, rendezvous_defaults
 from mt_megatron.seams.transport import COLLECTIVE, NAMES, check
@@ -32,6 +38,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "Without torchrun the script is a run of one process.",
         usage="mt-megatron run [--backend NAME] [--redirect FOLDER ...] [--pipeline-schedule NAME]\n"
         "                       [--p2p-transport NAME] [--cpu-bf16-products torch|fp32]\n"
+        "                       [--megascan LEVEL] [--megascope record|live] [--run-dir RUN]\n"
         "                       -- SCRIPT|-m MODULE [ARGS ...]",
         epilog="examples:\n"
         "  mt-megatron run --backend cpu -- pretrain_gpt.py --mock-data --transformer-impl local ...\n"
@@ -78,6 +85,29 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         help=f"kernels of the linears' bf16 products on a CPU: torch, or fp32 where the processor has none "
         f"for bf16 (default: ${CPU_BF16_PRODUCTS}, else torch)",
     )
+    parser.add_argument(
+        "--megascan",
+        default=None,
+        metavar="LEVEL",
+        help=f"trace every rank into RUN/scan: base, full or kernel, as training's --scan (default: "
+        f"${MEGASCAN}, else off)",
+    )
+    parser.add_argument(
+        "--megascope",
+        default=None,
+        metavar="HOW",
+        help=f"record the model's inside into RUN/scope: record, or live with a page, as training's --scope "
+        f"(default: ${MEGASCOPE}, else off)",
+    )
+    parser.add_argument(
+        "--megascope-interval",
+        default=None,
+        metavar="STEPS",
+        help=f"from one recording of the statistics to the next (default: ${MEGASCOPE_INTERVAL}, else 20)",
+    )
+    parser.add_argument(
+        "--run-dir", default=None, metavar="RUN", help=f"folder of what is recorded (default: ${RUN_DIR})"
+    )
     parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     parser.set_defaults(func=run)
     return parser
@@ -113,6 +143,7 @@ def run(args: argparse.Namespace) -> int:
         schedule=schedule,
         transport=_transport(args.p2p_transport or os.environ.get(TRANSPORT)),
         cpu_bf16_products=args.cpu_bf16_products or os.environ.get(CPU_BF16_PRODUCTS) or None,
+        recorded=_recorded(args),
     )
     environment = choice.environment({**os.environ, **rendezvous_defaults(os.environ)})
     if args.pipeline_log is not None:
@@ -165,6 +196,24 @@ def _transport(text: str | None) -> str | None:
         return check(text) if text else None
     except ConfigError as error:
         raise RunError(str(error)) from error
+
+
+def _recorded(args: argparse.Namespace) -> Recorded | None:
+    """What is to be recorded, by options before variables."""
+    given = {
+        MEGASCAN: args.megascan,
+        MEGASCOPE: args.megascope,
+        MEGASCOPE_INTERVAL: args.megascope_interval,
+        RUN_DIR: args.run_dir,
+    }
+    options = {name: text for name, text in given.items() if text is not None}
+    try:
+        found = recorded_of({**os.environ, **options})
+    except ConfigError as error:
+        raise RunError(str(error)) from error
+    if found is None and args.run_dir is not None:
+        raise RunError("--run-dir has nothing to hold: give --megascan base, --megascope live, or both")
+    return found
 
 
 def _check_interpreter() -> None:

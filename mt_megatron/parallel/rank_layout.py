@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
@@ -133,6 +135,49 @@ class RankLayout:
             at = self.coordinates(rank)
             found.setdefault(tuple(getattr(at, axis) for axis in fixed), []).append(rank)
         return list(found.values())
+
+
+def rank_of_world() -> tuple[int, int]:
+    """This process's rank and how many there are; 0 and 1 without a process group."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def layout_of_groups() -> RankLayout:
+    """Sizes of the groups that Megatron-Core has, whoever made them; without groups everything is
+    data-parallel. Raises ConfigError for sizes that no layout has, such as an encoder's of its own."""
+    state, (_, world_size) = _state(), rank_of_world()
+    if state is None:
+        return RankLayout(world_size=world_size)
+    return RankLayout(
+        world_size=world_size,
+        tp=state.get_tensor_model_parallel_world_size(),
+        pp=state.get_pipeline_model_parallel_world_size(),
+        vpp=state.get_virtual_pipeline_model_parallel_world_size(),
+        cp=state.get_context_parallel_world_size(),
+        ep=state.get_expert_model_parallel_world_size(),
+    )
+
+
+def place_in_groups() -> Coordinates | None:
+    """This rank's place in the groups that Megatron-Core has, whatever their order; None without groups."""
+    state = _state()
+    if state is None:
+        return None
+    ep, dp = state.get_expert_model_parallel_rank(), state.get_data_parallel_rank()
+    return Coordinates(
+        tp=state.get_tensor_model_parallel_rank(),
+        cp=state.get_context_parallel_rank(),
+        ep=ep,
+        edp=dp // state.get_expert_model_parallel_world_size(),
+        dp=dp,
+        pp=state.get_pipeline_model_parallel_rank(),
+    )
+
+
+def _state() -> Any:
+    # Not imported here: a program that does not use it has no groups of it either.
+    state: Any = sys.modules.get("megatron.core.parallel_state")
+    return state if state is not None and state.model_parallel_is_initialized() else None
 
 
 _made_default_group = False

@@ -70,6 +70,7 @@ CONCERNS = (
     "compat.megatron_lm",
     "pipeline.schedules",
     "pipeline.v_shape",
+    "events.script",
 )
 """Modules of this package, in the order of their patches; each has ``patches(backend) -> list[Patch]``."""
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 import secrets
 import socket
-import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,7 +25,13 @@ import numpy as np
 
 from mt_megatron.backends.base import Backend
 from mt_megatron.errors import ConfigError, PatchError
-from mt_megatron.parallel.rank_layout import Coordinates, RankLayout
+from mt_megatron.parallel.rank_layout import (
+    Coordinates,
+    RankLayout,
+    layout_of_groups,
+    place_in_groups,
+    rank_of_world,
+)
 from mt_megatron.scan.clock.machine import boot_id
 from mt_megatron.scan.clock.pings import ClockPings
 from mt_megatron.scan.clock.store_messages import StoreBoard
@@ -313,36 +318,15 @@ def _gather(own: Any) -> list[Any]:
 
 
 def _this_rank() -> tuple[int, RankLayout, Coordinates | None]:
-    """Rank, the layout as Megatron-Core was told, and the rank's place in its groups, whatever their order;
-    without groups everything is data-parallel."""
-    import torch.distributed as dist
-
-    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    # Not imported here: a program that does not use it has no groups of it either.
-    state: Any = sys.modules.get("megatron.core.parallel_state")
-    if state is None or not state.model_parallel_is_initialized():
-        return rank, RankLayout(world_size=world_size), None
-    ep, dp = state.get_expert_model_parallel_rank(), state.get_data_parallel_rank()
-    place = Coordinates(
-        tp=state.get_tensor_model_parallel_rank(),
-        cp=state.get_context_parallel_rank(),
-        ep=ep,
-        edp=dp // state.get_expert_model_parallel_world_size(),
-        dp=dp,
-        pp=state.get_pipeline_model_parallel_rank(),
-    )
-    sizes: dict[str, Any] = {
-        "tp": state.get_tensor_model_parallel_world_size(),
-        "pp": state.get_pipeline_model_parallel_world_size(),
-        "vpp": state.get_virtual_pipeline_model_parallel_world_size(),
-        "cp": state.get_context_parallel_world_size(),
-        "ep": state.get_expert_model_parallel_world_size(),
-    }
+    """Rank, layout and place in the groups; without groups, and where their sizes have no layout, everything
+    is data-parallel."""
+    place = place_in_groups()
     try:
-        return rank, RankLayout(world_size=world_size, **sizes), place
+        return rank_of_world()[0], layout_of_groups(), place
     except ConfigError as error:
         logger.warning("scan: the layout's sizes are left out of the trace: %s", error)
-        return rank, RankLayout(world_size=world_size), place
+    rank, world_size = rank_of_world()
+    return rank, RankLayout(world_size=world_size), place
 
 
 def _part_of(chunks: Sequence[Any]) -> dict[str, Any]:

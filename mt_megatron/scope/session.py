@@ -6,7 +6,6 @@ goes on. Only ``start`` and ``attend`` communicate.
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import os
 import socket
@@ -19,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from mt_megatron.backends.base import Backend
 from mt_megatron.errors import MtMegatronError, ScopeError
 from mt_megatron.host.machine import place_of
-from mt_megatron.parallel.rank_layout import RankLayout
+from mt_megatron.parallel.rank_layout import Coordinates, RankLayout
 from mt_megatron.scan.clock.machine import boot_id
 from mt_megatron.scope.format.frames import VERSION
 from mt_megatron.scope.interfaces import (
@@ -39,12 +38,12 @@ from mt_megatron.scope.interfaces import (
 from mt_megatron.scope.lab.agreement import gathered
 from mt_megatron.scope.recording.files import scope_files
 from mt_megatron.scope.recording.lock import hold
-from mt_megatron.scope.sidecar.process import sidecar_process
+from mt_megatron.scope.sidecar.process import missing_for_page, sidecar_process
 from mt_megatron.scope.watch.asked import Asked, Plan
 from mt_megatron.scope.watch.defaults import Defaults
 from mt_megatron.scope.watch.head import MOST_SEEN
 from mt_megatron.scope.watch.outbox import Outbox
-from mt_megatron.scope.watch.parameters import Norms, shares_of
+from mt_megatron.scope.watch.parameters import Norms, loss_scale
 from mt_megatron.scope.watch.parts import Parts
 from mt_megatron.scope.watch.requests import is_sampled, parse, parse_all, unknown
 from mt_megatron.scope.watch.sampled_step import SampledStep
@@ -54,9 +53,6 @@ from mt_megatron.scope.watch.tensors import MOST_STEP, Tensors
 from mt_megatron.seams import taps
 
 logger = logging.getLogger("mt_megatron")
-
-PAGE_MODULES = ("starlette", "uvicorn", "websockets")
-"""What the live page needs: the extra ``scope``."""
 
 _TOLD_SECONDS = 3.0
 """For the last words of a sidecar that has ended, before a rank says it in its place."""
@@ -78,16 +74,19 @@ class Session:
         facts: Facts,
         say: Callable[[str], None] = logger.warning,
         sidecar: MakeSidecar | None = None,
+        place: Coordinates | None = None,
     ) -> None:
         """Nothing happens before ``start``. ``run`` is the folder of the run, ``chunks`` this rank's model
-        chunks, ``optimizer`` a ``MegatronOptimizer``; ``say`` gets a line where something is worth one.
-        ``sidecar`` None: the one of ``scope.sidecar``."""
+        chunks, ``optimizer`` a ``MegatronOptimizer``, None where ``updating`` tells it later; ``say`` gets a
+        line where something is worth one. ``sidecar`` None: the one of ``scope.sidecar``. ``place``: of this
+        rank, where its groups are not in the order of ``layout``."""
         self.run = Path(run)
         self.control: Controlling = NoControl()
         """Set it before ``start``."""
 
         self._rank = rank
         self._layout = layout
+        self._at = place or layout.coordinates(rank)
         self._backend = backend
         self._chunks = tuple(chunks)
         self._optimizer = optimizer
@@ -178,7 +177,7 @@ class Session:
         return None
 
     def _about(self) -> dict[str, Any]:
-        at = self._layout.coordinates(self._rank)
+        at = self._at
         named: Iterable[tuple[str, nn.Module]] = ()
         if (at.tp, at.cp) == (0, 0):
             # The others of its stage have the same modules, but for experts that are modules by themselves;
@@ -208,7 +207,7 @@ class Session:
         nodes = list(dict.fromkeys(_node_of(each) for each in everyone))
         own = _node_of(everyone[self._rank])
         self._paths = list(dict.fromkeys(path for each in everyone for path in each["paths"]))
-        layout, at, facts = self._layout, self._layout.coordinates(self._rank), self._facts
+        layout, at, facts = self._layout, self._at, self._facts
         from megatron.core.utils import get_model_config
 
         core = get_model_config(self._chunks[0])
@@ -228,11 +227,12 @@ class Session:
             place,
             heads=heads,
             samples=facts.global_batch_size,
-            loss_scale=self._loss_scale,
+            loss_scale=lambda: loss_scale(self._optimizer),
             told=self._tap_failed,
         )
-        shares = shares_of(self._chunks, self._optimizer, place)
-        self._norms = Norms(shares, place, vocab_size=facts.vocab_size, say=self._tell)
+        self._norms = Norms(self._chunks, place, vocab_size=facts.vocab_size, say=self._tell)
+        if self._optimizer is not None:
+            self._norms.hold(self._optimizer)
         self._hello = {
             "k": "hello",
             "v": VERSION,
@@ -256,8 +256,7 @@ class Session:
     def _start_sidecar(self, node: int, ranks: int) -> None:
         port: int | None = None
         if self._options.live and self._rank == 0:
-            missing = [name for name in PAGE_MODULES if importlib.util.find_spec(name) is None]
-            if missing:
+            if missing := missing_for_page():
                 self._tell(
                     f"recorded in {self.run / 'scope'}; no live page without {', '.join(missing)}: "
                     "pip install 'mt_megatron[scope]'"
@@ -348,6 +347,13 @@ class Session:
             return
         self._step = step
 
+    def updating(self, optimizer: Any) -> bool:
+        """``optimizer`` is about to update, in a program whose optimizer is not known at the start: norms are
+        recorded of the first that has weights of the model. False for another one."""
+        if self._optimizer is None and (self._norms is None or self._norms.hold(optimizer)):
+            self._optimizer = optimizer
+        return bool(self._optimizer == optimizer)
+
     def gradients_ready(self) -> None:
         """Gradients are reduced and unscaled, not yet clipped."""
         step = self._step
@@ -360,6 +366,8 @@ class Session:
         step = self._step
         if step is not None and step.sampled and self._norms is not None:
             self._guarded(lambda norms, parts: norms.after_update(parts, skipped=skipped), step)
+        if step is not None:
+            step.close()  # what the model is called for until the next step is none of this one
 
     def end_step(self, iteration: int, figures: StepFigures | None) -> None:
         """``iteration`` is over; None: it raised an error, and what was seen of a part of it is left out.
@@ -521,13 +529,6 @@ class Session:
 
     # What goes wrong.
 
-    def _loss_scale(self) -> Tensor | None:
-        for part in getattr(self._optimizer, "chained_optimizers", None) or [self._optimizer]:
-            if getattr(part, "grad_scaler", None) is not None:
-                scale: Tensor = part.grad_scaler.scale
-                return scale
-        return None
-
     def _guarded(self, action: Callable[[Norms, Parts], None], step: SampledStep) -> None:
         if self._norms is None:
             return
@@ -558,7 +559,7 @@ class Session:
         if (kind or text) in self._said:
             return
         self._said.add(kind or text)
-        at = self._layout.coordinates(self._rank)
+        at = self._at
         if self._rank == 0:
             self._say(f"scope: {text}")
         elif anywhere and (at.tp, at.cp, at.dp) == (0, 0, 0):

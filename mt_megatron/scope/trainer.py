@@ -1,8 +1,9 @@
-"""Interface of the training program for pause, generation and lab; ``training.scope_trainer`` has it."""
+"""Interface of the training program for pause, generation and lab: ``training.scope_trainer`` has it, and so
+has ``launching.scripts.script_trainer`` for scripts of others."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -44,8 +45,12 @@ class Trainer(Protocol):
     """One rank of a training between two of its steps. Nothing of it is kept across them but itself."""
 
     @property
+    def refused(self) -> Mapping[str, str]:
+        """Commands that this program cannot follow, and why."""
+
+    @property
     def chunks(self) -> Sequence[Any]:
-        """Model chunks in their ``DistributedDataParallel``."""
+        """Model chunks, in their ``DistributedDataParallel`` where they have one."""
 
     @property
     def core(self) -> Any:

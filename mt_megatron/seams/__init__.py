@@ -9,6 +9,7 @@ events         named begin and end points of a training step
 collectives    events of collectives and transfers: group, sequence number, bytes
 transport      transfers between stages: upstream's own way, or over a transport of ours
 schedule       one call that runs the micro-batches of a step
+script         what a script of others does, told to one observer
 family         a model family: the functions by which the trainer knows it
 taps           modules watched or changed: values, gradients, logits, attention, routers
 loss_gradient  gradient of each token's loss, announced before the loss is computed

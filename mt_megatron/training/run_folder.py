@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from mt_megatron.training.distributed import Job
 
 
 def run_folder(given: str | None, metrics: Path | None) -> Path | None:
@@ -19,14 +15,14 @@ def run_folder(given: str | None, metrics: Path | None) -> Path | None:
     return metrics.parent
 
 
-def agreed_folder(folder: Path | None, job: Job) -> Path | None:
+def agreed_folder(folder: Path | None, world_size: int) -> Path | None:
     """Rank 0's ``folder``; collective. What is a pipe on one machine may be a file on another, or nothing,
     and a rank that writes nothing would leave the others waiting for it in a collective of those that do."""
     # Not earlier: the launcher asks for the folder too, and starts seconds later where it imports torch.
     import torch.distributed as dist
 
     said = [folder]
-    if job.layout.world_size > 1:
+    if world_size > 1:
         # No event: rank 0 may count collectives already, for its own figures, and the others do not yet.
         dist.broadcast_object_list(said, src=0)
     return said[0]

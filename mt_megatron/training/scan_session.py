@@ -1,4 +1,4 @@
-"""The trainer's part of tracing: where the trace of a run goes, and what a step does for it."""
+"""A program's part of tracing: where the trace of a run goes, and what a step does for it."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mt_megatron.config.schema import TrainingConfig
-from mt_megatron.data.loader.queue_depth import micro_batches_ready
-from mt_megatron.training.distributed import Job
 from mt_megatron.training.run_folder import agreed_folder, run_folder
 
 if TYPE_CHECKING:
+    from mt_megatron.config.schema import TrainingConfig
     from mt_megatron.scan.session import Session
+    from mt_megatron.training.distributed import Job
 
 
 class Tracing:
@@ -67,11 +66,12 @@ def tracing_of(
     file."""
     if config.scan.scan == "off":
         return Tracing()
-    folder = agreed_folder(run_folder(config.scan.scan_dir, metrics), job)
+    folder = agreed_folder(run_folder(config.scan.scan_dir, metrics), job.layout.world_size)
     if folder is None:
         say("no trace is kept: give --save or --scan-dir (or --scan off)")
         return Tracing()
     # Not earlier: a run that is not traced need not load any of it.
+    from mt_megatron.data.loader.queue_depth import micro_batches_ready
     from mt_megatron.scan.monitor.watcher_process import Alerting
     from mt_megatron.scan.record.levels import Window
     from mt_megatron.scan.session import Session

@@ -1,26 +1,27 @@
-"""The trainer's part of MegaScope: where the recording of a run goes, and what a step does for it."""
+"""A program's part of MegaScope: where the recording of a run goes, and what a step does for it."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from mt_megatron.config.schema import TrainingConfig
-from mt_megatron.data.loader.tokenizer import TokenizerLike
 from mt_megatron.errors import ConfigError
-from mt_megatron.training.distributed import Job
-from mt_megatron.training.model import Trainable
 from mt_megatron.training.run_folder import agreed_folder, run_folder
-from mt_megatron.training.scope_trainer import ScopeTrainer
-from mt_megatron.training.step import StepResult
 
 if TYPE_CHECKING:
+    from mt_megatron.config.schema import TrainingConfig
+    from mt_megatron.data.loader.tokenizer import TokenizerLike
     from mt_megatron.scope.control.control import Control
+    from mt_megatron.scope.interfaces import StepFigures
     from mt_megatron.scope.session import Session
+    from mt_megatron.scope.trainer import Trainer
+    from mt_megatron.training.distributed import Job
+    from mt_megatron.training.model import Trainable
+    from mt_megatron.training.step import StepResult
 
 
 class Scope:
@@ -38,7 +39,7 @@ class Scope:
 
     def command(
         self,
-        trainer: ScopeTrainer,
+        trainer: Trainer,
         *,
         pause_minutes: float,
         say: Callable[[str], None],
@@ -96,6 +97,11 @@ class Scope:
         if self.session is not None:
             self.session.begin_step(iteration)
 
+    def updating(self, optimizer: Any) -> bool:
+        """``optimizer`` is about to update, where it was not known at the start. False: norms are recorded of
+        another one."""
+        return self.session is None or self.session.updating(optimizer)
+
     def gradients_ready(self) -> None:
         """Gradients are reduced and unscaled, not yet clipped."""
         if self.session is not None:
@@ -106,7 +112,7 @@ class Scope:
         if self.session is not None:
             self.session.updated(skipped=skipped)
 
-    def end_step(self, iteration: int, result: StepResult | None) -> None:
+    def end_step(self, iteration: int, result: StepResult | StepFigures | None) -> None:
         """``iteration`` is over; without a result where it raised an error."""
         if self.session is None:
             return
@@ -200,7 +206,7 @@ def scope_of(
     scope, model = config.scope, config.model
     if scope.scope == "off":
         return Scope(lab_file=scope.scope_lab)
-    folder = agreed_folder(run_folder(scope.scope_dir, metrics), job)
+    folder = agreed_folder(run_folder(scope.scope_dir, metrics), job.layout.world_size)
     if folder is None:
         say("nothing is recorded of the model's inside: give --save or --scope-dir (or --scope off)")
         return Scope(lab_file=scope.scope_lab)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -71,6 +71,10 @@ class ScopeTrainer:
         self._tokenizer = tokenizer
         self._loads = loads
         self._paused = paused
+
+    @property
+    def refused(self) -> Mapping[str, str]:
+        return {}
 
     @property
     def chunks(self) -> Sequence[Any]:

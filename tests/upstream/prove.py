@@ -12,8 +12,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from mt_megatron.launching.scripts.choice import LOG_FOLDER, SCHEDULE
+from mt_megatron.cli.main import main as main_of_command
+from mt_megatron.launching.scripts.choice import (
+    LOG_FOLDER,
+    MEGASCAN,
+    MEGASCOPE,
+    MEGASCOPE_INTERVAL,
+    RUN_DIR,
+    SCHEDULE,
+)
 from mt_megatron.pipeline.policy.decision_log import FILE, records
+from mt_megatron.scope.recording.reader import open_recording
 from tests.emulators import environment as emulator
 from tests.upstream.checkout import checked, unchanged
 from tests.upstream.data import write_dataset
@@ -58,6 +67,8 @@ class Case:
     """Value of ``--pipeline-schedule``."""
     same_as: str = ""
     """Another case whose losses and norms these are, to every digit that is printed."""
+    recorded: bool = False
+    """Whether MegaScan and MegaScope record it."""
 
 
 CASES = (
@@ -80,6 +91,14 @@ CASES = (
         Case(name=f"pp2-{name}", ranks=2, schedule=name, same_as="pp2", arguments=PIPELINED)
         for name in ("1f1b", "auto", "zb_h1")
     ),
+    Case(
+        name="tp2-recorded",
+        ranks=2,
+        recorded=True,
+        same_as="tp2",
+        arguments=(*NO_DROPOUT, *DISTRIBUTED, "--tensor-model-parallel-size", "2", "--sequence-parallel"),
+    ),
+    Case(name="pp2-recorded", ranks=2, recorded=True, same_as="pp2", arguments=PIPELINED),
     Case(name="vpp2", ranks=2, arguments=CHUNKS),
     Case(name="vpp2-auto", ranks=2, schedule="auto", same_as="vpp2", arguments=CHUNKS),
     Case(name="pp2-torch", ranks=2, arguments=(*DROPOUT, *PER_RANK, "--pipeline-model-parallel-size", "2")),
@@ -139,8 +158,12 @@ class Proof:
             decided = [each["record"] for each in records(self._decisions(case, "train") / FILE)]
             assert "decision" in decided, f"{case.name}: {decided}"
             print(f"{case.name}: {decided.count('decision')} decisions")
+        if case.recorded:
+            self._read(case, "train", 1, first)
         _rewind(saved)
         self._compare(case, "resumed", self._pretrain(case, "resume", "--load", str(saved)), first)
+        if case.recorded:
+            self._read(case, "resume", SAVED + 1, first)
         if case.continues in self._first:
             other = self._scratch / case.continues
             found = self._pretrain(case, "continue", "--load", str(other), "--no-load-rng")
@@ -160,7 +183,29 @@ class Proof:
             environment={**surroundings(self._backend), **self._schedule(case, what)},
         )
 
+    def _run(self, case: Case, what: str) -> Path:
+        return self._scratch / f"{case.name}.{what}.run"
+
+    def _read(self, case: Case, what: str, begins: int, printed: Output) -> None:
+        """The steps and losses recorded of ``what`` are those printed, and reports are made of it."""
+        with open_recording(self._run(case, what)) as recording:
+            steps = recording.steps()
+            assert list(steps.step) == list(range(begins, STEPS + 1)), f"{case.name}: {steps.step}"
+            for step, loss in zip(steps.step, steps.loss, strict=True):
+                # Printed with seven digits, of a mean in float32.
+                assert abs(loss / float(printed.losses[step]) - 1) <= 1e-6, f"{case.name}: {step} {loss}"
+            assert set(recording.sampled()) == set(steps.step)
+        assert main_of_command(["scan", "report", str(self._run(case, what))]) in (0, 1)
+        print(f"{case.name} {what}: recorded steps and losses are those printed")
+
     def _schedule(self, case: Case, what: str) -> Mapping[str, str]:
+        if case.recorded:
+            return {
+                MEGASCAN: "base",
+                MEGASCOPE: "record",
+                MEGASCOPE_INTERVAL: "1",
+                RUN_DIR: str(self._run(case, what)),
+            }
         if not case.schedule:
             return {}
         self._decisions(case, what).mkdir(exist_ok=True)

@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 from mt_megatron._session import MEGATRON_CORE
 from mt_megatron.backends.loader_workers import spawned_are_patched
 from mt_megatron.errors import MtMegatronError
-from mt_megatron.launching.scripts.choice import BACKEND, Choice, is_main
+from mt_megatron.launching.scripts.choice import BACKEND, Choice, Recorded, is_main
 from mt_megatron.patching.hooks import ImportHook, is_hook
 from mt_megatron.patching.importlib_bootstrap import is_wrapper, unwatch, watch
 from mt_megatron.patching.scope import Scope
@@ -225,6 +225,7 @@ def activate(choice: Choice) -> None:
         _use_schedule(choice.schedule)
         _use_transport(choice.transport)
         note = _use_products(choice.cpu_bf16_products, mt_megatron.backend().device_type)
+        _record(choice.recorded)
     except MtMegatronError as error:
         _refuse(error)
     # ``auto`` is settled once, for all processes.
@@ -266,6 +267,14 @@ def _use_products(name: str | None, device_type: str) -> str | None:
 
     widened.choose(name)
     return widened.note(name, device_type)
+
+
+def _record(asked: Recorded | None) -> None:
+    if asked is None:
+        return
+    from mt_megatron.launching.scripts.recording import record
+
+    record(asked)
 
 
 def _refuse(error: MtMegatronError) -> NoReturn:

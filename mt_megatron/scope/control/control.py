@@ -113,6 +113,8 @@ class Control:
         identity = identity_of(command)
         try:
             checked = command_from(command)
+            if checked.do in self._trainer.refused:
+                raise ConfigError(f"found the command {checked.do}; {self._trainer.refused[checked.do]}")
             if checked.do != "status":  # A monitor that asks for it keeps no pause.
                 self._heard = time.monotonic()
             if checked.do in AT_ONCE:
@@ -129,6 +131,7 @@ class Control:
             "steps_left": self._steps_left,
             "step": self._trainer.iteration,
             "waiting": bool(self._queue),
+            "refused": dict(self._trainer.refused),
             **self.lab.status(),
         }
 

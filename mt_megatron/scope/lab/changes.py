@@ -200,7 +200,7 @@ class ChangedGradients:
         self._original = core.finalize_model_grads_func
 
         def finalize(*args: Any, **kwargs: Any) -> Any:
-            result = self._original(*args, **kwargs)
+            result = None if self._original is None else self._original(*args, **kwargs)
             if self._step is not None:
                 self._change(self._step)
             return result

@@ -189,12 +189,12 @@ class Lab:
 
     def preview(self, one: Perturbation) -> dict[str, Any]:
         """What ``one`` would change; nothing is changed. Raises ``ConfigError``."""
-        return self._prepared(starting_at(one, self._trainer.iteration + 1))[1]
+        return self._prepared(starting_at(self._kept_or_not(one), self._trainer.iteration + 1))[1]
 
     def arm(self, one: Perturbation) -> dict[str, Any]:
         """Let ``one`` act from its first step on; what ``preview`` says, and its ``id``. Raises
         ``ConfigError``: a name that is taken, no target on any rank, a snapshot that does not fit."""
-        one = starting_at(one, self._trainer.iteration + 1)
+        asked, one = one, starting_at(self._kept_or_not(one), self._trainer.iteration + 1)
         taken = next((each for each in self._armed if each.one.name == one.name), None)
         if taken is not None:
             # A disarmed perturbation keeps its name while it can be undone.
@@ -209,6 +209,8 @@ class Lab:
                 f"{told['limit_mib_of_a_rank']:,.0f} MiB. Raise snapshot_limit_mib, or arm it with snapshot: "
                 "false, which cannot be undone"
             )
+        if asked.snapshot and not one.snapshot:
+            self._say(f"scope: {one.name} is armed without a snapshot: {self._trainer.refused['undo']}")
         self._armed.append(_Armed(one=one, targets=targets))
         self._audit.write(
             "armed", step=self._trainer.iteration, id=one.name, text=one.text(), perturbation=one.to_dict()
@@ -378,6 +380,15 @@ class Lab:
 
     # Inner parts.
 
+    def _kept_or_not(self, one: Perturbation) -> Perturbation:
+        """``one`` without a snapshot where this program cannot go back to one."""
+        why = self._trainer.refused.get("undo")
+        if why is None or not one.snapshot:
+            return one
+        if one.undo_at is not None:
+            raise ConfigError(f"found undo_at: {one.undo_at}; {why}")
+        return replace(one, snapshot=False)
+
     def _prepared(self, one: Perturbation) -> tuple[Sequence[ParameterTarget | ModuleTarget], dict[str, Any]]:
         """Targets of this rank and the whole preview; what one rank finds wrong is raised on all."""
         problem: str | None = None
@@ -386,10 +397,11 @@ class Lab:
         try:
             targets = self._targets(one)
             limit = self.limit_mib if self.limit_mib is not None else default_limit_mib()
+            at_once = self._at_once(one)
             share = Share(
                 rank=self._trainer.rank,
                 items=items_of(one, targets),
-                snapshot_bytes=bytes_of(self._trainer) * self._at_once(one) + self._held(),
+                snapshot_bytes=(bytes_of(self._trainer) * at_once if at_once else 0) + self._held(),
                 limit_bytes=limit * MIB,
             )
         except MtMegatronError as error:

@@ -198,7 +198,9 @@ class AlertModel:
             name = each.statistic
             wrong = each.value > 0 if name == "not_finite" else not math.isfinite(each.value)
             # Where fp16 gradients overflow there is no norm of them: a wrong one is of a step that diverged.
-            if wrong and (name in BANDED or name == "not_finite"):
+            # Of weights that were all zero, as a bias is at first, no share was updated; those that are not
+            # finite have a norm.
+            if wrong and name != "update_ratio" and (name in BANDED or name == "not_finite"):
                 broken.append((each.path, name, each.value))
             # Early steps lie close together and are of the warm-up: no measure for what is an interval apart.
             if name in BANDED and step not in EARLY_STEPS and not (skipped and name in _OF_UPDATES):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import logging
 import os
 import shutil
@@ -31,7 +32,15 @@ END = signal.SIGRTMIN + 1
 lives: a scheduler that ends a job sends them to all processes, and the ranks have still a step and a
 checkpoint to make."""
 
+PAGE_MODULES = ("starlette", "uvicorn", "websockets")
+"""What the live page needs: the extra ``scope``."""
+
 _log = logging.getLogger("mt_megatron")
+
+
+def missing_for_page() -> list[str]:
+    """Packages that the live page needs and that are not installed."""
+    return [name for name in PAGE_MODULES if importlib.util.find_spec(name) is None]
 
 
 @dataclass(frozen=True, kw_only=True)

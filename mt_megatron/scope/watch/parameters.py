@@ -125,6 +125,15 @@ def shares_of(chunks: Sequence[Any], optimizer: Any, place: Place) -> list[Share
     return found
 
 
+def loss_scale(optimizer: Any) -> Tensor | None:
+    """What losses are multiplied with before backward; None where nothing scales them."""
+    for part in getattr(optimizer, "chained_optimizers", None) or [optimizer]:
+        if getattr(part, "grad_scaler", None) is not None:
+            scale: Tensor = part.grad_scaler.scale
+            return scale
+    return None
+
+
 def _pairs(part: Any) -> Iterator[tuple[Any, Any]]:
     """Each model parameter and what the inner optimizer updates for it."""
     if hasattr(part, "shard_fp32_from_float16_groups"):
@@ -169,25 +178,34 @@ class Norms:
     """The statistics of one rank's shares, step by step."""
 
     def __init__(
-        self, shares: Sequence[Share], place: Place, *, vocab_size: int | None, say: Callable[[str], None]
+        self, chunks: Sequence[Any], place: Place, *, vocab_size: int | None, say: Callable[[str], None]
     ) -> None:
         """``vocab_size`` is that of the tokenizer: further rows of the embedding pad it and are left out of
-        ``embedding_norm``."""
-        self._shares = list(shares)
+        ``embedding_norm``. There are no norms before ``hold``."""
+        self._chunks = chunks
         self._place = place
         self._vocab_size = vocab_size
-        self._paths = [(WHOLE, unit_of(share.name)) for share in self._shares]
+        self._say = say
+        self._shares: list[Share] = []
+        self._paths: list[tuple[str, ...]] = []
         self._copies: dict[int, Tensor] = {}
+        self._copied: list[int] = []
+
+    def hold(self, optimizer: Any) -> bool:
+        """Take the norms of what ``optimizer`` updates; whether it holds weights of the chunks."""
+        self._shares = shares_of(self._chunks, optimizer, self._place)
+        self._paths = [(WHOLE, unit_of(share.name)) for share in self._shares]
         unknown = [index for index, share in enumerate(self._shares) if _rule(share) is None]
         self._copied = unknown
         size = sum(4 * (self._shares[index].stop - self._shares[index].start) for index in unknown)
         if size > MOST_COPIED:
             kind = type(self._shares[unknown[0]].inner).__name__
-            say(
+            self._say(
                 f"update_ratio is not recorded: the state of {kind} does not say what an update was, and the "
                 f"{size:,} bytes of this rank's weights are too many to copy (at most {MOST_COPIED:,})"
             )
             self._copied = []
+        return bool(self._shares)
 
     def gradients(self, parts: Parts) -> None:
         """Add ``gradient_norm``."""

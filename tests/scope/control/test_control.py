@@ -27,6 +27,7 @@ class Counting:
     """A trainer without a model."""
 
     rank = 0
+    refused: Mapping[str, str] = {}
 
     def __init__(self) -> None:
         self.iteration = 0

@@ -80,6 +80,13 @@ def test_of_several_modules_the_furthest_is_named() -> None:
     assert alert.path == "decoder.layers.4" and "2 more modules" in alert.text
 
 
+def test_no_share_of_weights_that_were_zero_is_no_alarm() -> None:
+    nan = float("nan")
+    assert judged([[a_value("output_layer", "update_ratio", nan)]]) == []
+    (alert,) = judged([[a_value("output_layer", name, nan) for name in ("update_ratio", "weight_norm")]])
+    assert alert.statistic == "weight_norm"
+
+
 def test_a_spike_before_there_is_a_band_is_not_judged() -> None:
     assert judged(spiked(samples(3, 40), FEWEST - 2, "decoder.layers.0", "weight_norm", 50.0)) == []
 
