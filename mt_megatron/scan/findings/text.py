@@ -83,7 +83,8 @@ _NEXT_STEP_ALL: dict[Cause, str] = {
     "processors or devices.",
     "host_contention": "Raise the quota of processor time (`cpu.max` of the container), or start fewer "
     "threads (`OMP_NUM_THREADS`, loader workers).",
-    "slow_data": "Look at the storage that all loaders share: more workers, or a local copy of the data.",
+    "slow_data": "Look at the storage that all loaders share: more workers, or a local copy of the data. "
+    "Where queues held several batches, these were ready: look what else takes the host's processors.",
 }
 
 

@@ -61,6 +61,11 @@ def found(monkeypatch: pytest.MonkeyPatch, *findings: Finding) -> None:
     monkeypatch.setattr("mt_megatron.scan.monitor.status.diagnose", diagnosed)
 
 
+def test_full_queues_lead_away_from_the_storage() -> None:
+    data = replace(ALL_WEAK, cause="slow_data")
+    assert "these were ready: look what else takes the host's processors" in next_step(data)
+
+
 def test_weak_findings_are_folded_away_in_every_output(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
