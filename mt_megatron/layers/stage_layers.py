@@ -63,6 +63,17 @@ def share_of_this_stage(config: Any) -> Share | None:
     return Share(offset=sum(map(len, divided[:index])), count=len(divided[index]))
 
 
+def layers_before_decoder(config: Any) -> int:
+    """Layers that upstream's offset counts for the encoder's stages before this one, a stage of the decoder:
+    they are those of another block. 0 elsewhere."""
+    from megatron.core import parallel_state
+
+    inside = parallel_state.is_inside_encoder()
+    stages: int = 0 if inside else parallel_state._PIPELINE_MODEL_PARALLEL_DECODER_START
+    layers: int = config.num_layers // config.pipeline_model_parallel_size
+    return stages * layers
+
+
 def layer_or_nothing(original: Callable[[Any, int], Any], block: Any, index: int) -> Any:
     """Layer ``index`` of ``block``, or one that passes its input on where a run of recomputed layers is
     longer than what is left of the stage: upstream counts in whole runs."""

@@ -38,6 +38,7 @@ CONCERNS = (
     "compat.transformer_engine",
     "errata.loopback_listener",
     "errata.gradient_buckets",
+    "errata.encoder_decoder",
     "errata.weights",
     "errata.blends",
     "model.linear",

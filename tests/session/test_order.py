@@ -25,6 +25,7 @@ def test_all_is_applied_once_everything_is_imported(outcome: dict[str, Any]) -> 
         "training.load_",
         "training.fused",
         "errata.blend_",
+        "errata.t5_",
         "experts.validate",
         "zarr.",
         "rope.bert_model",

@@ -21,10 +21,10 @@ def _num_layers_to_build(original: Callable[[Any], int], config: Any) -> int:
 
 
 def _layer_offset(original: Callable[[Any], int], self: Any) -> int:
-    from mt_megatron.layers.stage_layers import share_of_this_stage
+    from mt_megatron.layers.stage_layers import layers_before_decoder, share_of_this_stage
 
     share = share_of_this_stage(self.config)
-    return original(self) if share is None else share.offset
+    return original(self) - layers_before_decoder(self.config) if share is None else share.offset
 
 
 def _get_layer(original: Callable[[Any, int], Any], self: Any, layer_number: int) -> Any:
@@ -63,7 +63,8 @@ def patches(backend: Backend) -> list[Patch]:
             target="megatron.core.transformer.transformer_layer:TransformerLayer._get_layer_offset",
             kind="wrap",
             feature="model_config",
-            reason="layer numbers, and with them checkpoints, follow the layout",
+            reason="layer numbers, and with them checkpoints, follow the layout; a decoder's begin with its "
+            "own first stage, not the encoder's",
             body=_layer_offset,
             digest="97f6a831bd0438332fcbb6463df103e6567f0eed4dd3a8a0263146602aabee59",
         ),
