@@ -33,6 +33,9 @@ absolute() {
     printf '%s\n' "$found"
 }
 
+# Options of mt-megatron prepare that a family's data need, and the beginning of the name of such data.
+PREPARE_OPTIONS=() DATA_KIND=""
+
 # What an environment must have; tests add theirs.
 MODULES=(mt_megatron torch megatron.core tokenizers)
 
@@ -216,7 +219,7 @@ name_data() {
     DATA_ARGUMENTS=() PREPARE=()
     if given --data-path --train-data-path --mock-data -- "$@"; then return; fi
     local version name="stdlib"
-    local -a options=()
+    local -a options=("${PREPARE_OPTIONS[@]}")
     if [[ -n ${CORPUS:-} ]]; then
         name="$(basename "$CORPUS")"
         options+=(--corpus "$CORPUS")
@@ -230,7 +233,7 @@ name_data() {
     if [[ -n ${VOCAB_SIZE:-} ]]; then options+=(--vocab-size "$VOCAB_SIZE"); fi
     if [[ -n ${MAX_TOKENS:-} ]]; then options+=(--max-tokens "$MAX_TOKENS"); fi
     if [[ -n ${DATA_DIR:-} ]]; then RUN_NAME="$MODEL-$(basename "$DATA_DIR")"; fi
-    DATA_DIR="${DATA_DIR:-$REPO_ROOT/data/$name}"
+    DATA_DIR="${DATA_DIR:-$REPO_ROOT/data/$DATA_KIND$name}"
     PREPARE=("${SHOWN_PYTHON:-$PYTHON}" -m mt_megatron.cli prepare --output "$DATA_DIR" "${options[@]}")
     DATA_ARGUMENTS=(
         --train-data-path "$DATA_DIR/train"
@@ -286,7 +289,7 @@ Variables:
                    ($CPU_MODEL on a CPU, $ACCELERATOR_MODEL otherwise)
   BACKEND          auto, cpu, cuda, musa (auto)
   CORPUS           folder or file to train on: text, JSON lines, Parquet (Python's standard library)
-  VOCAB_SIZE       tokens of the BPE that is trained on it (4096)
+  VOCAB_SIZE       tokens of the tokenizer that is trained on it (4096)
   MAX_TOKENS       limit of training tokens taken from it, 0 for none (10000000)
   DATA_DIR         where the prepared data is or goes (data/NAME in the repository)
   FP8              recipe in which the linears of decoder layers compute: delayed, tensorwise, rowwise,

@@ -24,7 +24,7 @@ from mt_megatron.planning.memory import MemoryCase, estimate_memory
 from mt_megatron.planning.memory_estimate import memory_case
 
 EXAMPLES = Path(__file__).resolve().parent
-FOLDERS = ("mixtral", "deepseekv3", "qwen3")
+FOLDERS = ("mixtral", "deepseekv3", "qwen3", "bert")
 BEGIN, END = "<!-- layouts: written by examples/layout_tables.py -->", "<!-- end of layouts -->"
 _GIB = 2**30
 _HEADER = (

@@ -74,6 +74,11 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         metavar="X",
         help="share of the documents that is held out, by the hash of their names (%(default)s)",
     )
+    add(
+        "--split-sentences",
+        action="store_true",
+        help="make data for BERT: a sequence of each sentence, and a WordPiece instead of the BPE",
+    )
     add("--force", action="store_true", help="replace what the folder holds")
     add("--json", action="store_true", help="print the result as one JSON object")
     parser.set_defaults(func=run)
@@ -98,6 +103,7 @@ def run(args: argparse.Namespace) -> int:
             max_train_tokens=args.max_tokens or None,
             validation_fraction=args.validation_fraction,
             tokenizer=args.tokenizer,
+            split_sentences=args.split_sentences,
             force=args.force,
             log=lambda line: progress.log(line, sys.stderr if args.json else sys.stdout),
             advance=progress.advance,

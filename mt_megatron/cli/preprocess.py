@@ -41,9 +41,8 @@ _TYPES = (
 )
 
 _REFUSED = {
-    "split_sentences": "documents are written whole: GPT samples cross sentences, and only BERT's data wants "
-    "them split. Leave --split-sentences out",
-    "keep_newlines": "newlines are always kept, as sentences are not split. Leave --keep-newlines out",
+    "keep_newlines": "newlines are kept, but around split sentences. Leave --keep-newlines out",
+    "lang": "sentences are split by one rule for all languages. Leave --lang out",
     "vocab_file": "a vocabulary and merges are read from one file. Give --tokenizer-model tokenizer.json",
     "merge_file": "a vocabulary and merges are read from one file. Give --tokenizer-model tokenizer.json",
     "partitions": "the input is cut into shards by itself, and their order is kept. Leave --partitions out",
@@ -112,6 +111,12 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         metavar="N",
         help="train a byte-level BPE of N tokens on the input; written to PREFIX_tokenizer.json",
     )
+    add(
+        "--split-sentences",
+        action="store_true",
+        help="make a sequence of each sentence, as BERT's samples want, in PREFIX_KEY_sentence; no special "
+        "tokens are added",
+    )
     add("--append-eod", action="store_true", help="end each document with the end-of-document token")
     add(
         "--max-document-bytes",
@@ -140,7 +145,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     add("--json", action="store_true", help="print the result as one JSON object")
     add("--log-interval", type=int, help=argparse.SUPPRESS)
     for name in _REFUSED:
-        value: dict[str, Any] = {} if name not in ("split_sentences", "keep_newlines") else {"nargs": 0}
+        value: dict[str, Any] = {} if name != "keep_newlines" else {"nargs": 0}
         add(f"--{name.replace('_', '-')}", action=_Refused, help=argparse.SUPPRESS, **value)
     parser.set_defaults(func=run)
     return parser
@@ -176,6 +181,7 @@ def run(args: argparse.Namespace) -> int:
         vocab_size=args.vocab_size,
         train_bpe=args.train_bpe,
         append_eod=args.append_eod,
+        split_sentences=args.split_sentences,
         max_document_bytes=args.max_document_bytes,
         workers=args.workers,
         strict=args.strict,

@@ -41,7 +41,7 @@ _DECLARED: Mapping[Kind, str] = {
         gated_linear_unit add_bias_linear add_qkv_bias qk_layernorm normalization
         num_moe_experts moe_ffn_hidden_size moe_layer_freq moe_shared_expert_intermediate_size
         moe_router_enable_expert_bias multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim
-        qk_pos_emb_head_dim v_head_dim mtp_num_layers
+        qk_pos_emb_head_dim v_head_dim mtp_num_layers bert_binary_head
     """,
     Kind.FUNCTION: """
         activation_func layernorm_epsilon layernorm_zero_centered_gamma window_size
@@ -62,7 +62,7 @@ _DECLARED: Mapping[Kind, str] = {
         weight_decay start_weight_decay end_weight_decay weight_decay_incr_style
         optimizer adam_beta1 adam_beta2 adam_eps sgd_momentum clip_grad
         data_path train_data_path valid_data_path test_data_path split mock_data tokenizer_type
-        tokenizer_model reset_position_ids reset_attention_mask eod_mask_loss
+        tokenizer_model reset_position_ids reset_attention_mask eod_mask_loss mask_prob short_seq_prob
     """,
     Kind.NEUTRAL: """
         preset family transformer_impl make_vocab_size_divisible_by

@@ -51,8 +51,8 @@ _REASONS: tuple[tuple[str, str], ...] = (
         ),
     ),
     (
-        "BERT has no family here",
-        "bert-no-binary-head bert-load mask-prob short-seq-prob output-bert-embeddings bert-embedder-type",
+        "it serves Retro and bi-encoders, which have no family here",
+        "bert-load output-bert-embeddings bert-embedder-type",
     ),
     (
         "Retro has no family here",
@@ -287,6 +287,7 @@ _ALIASES = (
     _switch("no-bias-swiglu-fusion", bias_activation_fusion=False),
     _switch("no-overlap-p2p-communication", overlap_p2p_comm=False),
     _switch("no-initialization", perform_initialization=False),
+    _switch("bert-no-binary-head", bert_binary_head=False),
     _switch("ddp-average-in-collective", average_in_collective=True),
     _switch(
         "init-method-xavier-uniform", init_method="xavier_uniform", output_layer_init_method="xavier_uniform"

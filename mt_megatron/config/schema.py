@@ -77,8 +77,22 @@ class ModelConfig:
     untie_embeddings_and_output_weights: bool = False
     """Whether the output layer has weights of its own."""
 
+    bert_binary_head: bool = True
+    """Whether the family bert has token types and a head that tells swapped halves of a sample from ordered
+    ones. Other families have neither."""
+
     core: CoreOptions = field(default_factory=CoreOptions)
     """TransformerConfig's fields that no other section holds."""
+
+    @property
+    def masked_words(self) -> bool:
+        """Whether the model is an encoder that learns to fill in masked words."""
+        return self.family == "bert"
+
+    @property
+    def sentence_order(self) -> bool:
+        """Whether it also learns the order of a sample's two halves."""
+        return self.masked_words and self.bert_binary_head
 
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("__") and name != "core":
@@ -281,6 +295,12 @@ class DataConfig:
 
     eod_mask_loss: bool = False
     """Whether the end-of-document token is left out of the loss."""
+
+    mask_prob: float = 0.15
+    """Share of a sample's tokens that the family bert masks and predicts."""
+
+    short_seq_prob: float = 0.1
+    """Share of the samples of the family bert that are cut to a random length."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,5 +1,7 @@
 """Model families: what to build, a batch, the loss, and Hugging Face's names.
 
+bert        encoders that learn to fill in masked words and to tell the order of sentences
+            (arXiv:1810.04805), with the norms before the layers (arXiv:1909.08053)
 decoder     what the families of decoders have in common: what to build, what a batch is, the loss,
             its cost
 deepseek    the DeepSeek-V2 and V3 family: latent attention, many small experts, some shared, dense

@@ -105,12 +105,11 @@ class DecoderFamily:
 
     def _chunk(self, config: Any, transformer: Any) -> torch.nn.Module:
         from megatron.core import parallel_state
-        from megatron.core.models.gpt.gpt_model import GPTModel
 
         model = config.model
-        chunk: torch.nn.Module = GPTModel(
-            config=transformer,
-            transformer_layer_spec=gpt_layer_spec(config, transformer),
+        chunk = self._model(
+            config,
+            transformer,
             vocab_size=_padded_vocab_size(config),
             max_sequence_length=model.max_position_embeddings or _seq_length(config),
             pre_process=parallel_state.is_pipeline_first_stage(),
@@ -118,13 +117,24 @@ class DecoderFamily:
             share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
             position_embedding_type=model.position_embedding_type,
             rotary_percent=model.rotary_percent,
-            rotary_base=model.rotary_base,
             seq_len_interpolation_factor=model.rotary_seq_len_interpolation_factor,
         )
         if model.mask_padded_vocabulary:
             # Read by the patches of the loss; not a parameter, nor in any checkpoint.
             chunk.unpadded_vocab_size = _vocab_size(config)  # type: ignore[assignment]
         return chunk
+
+    def _model(self, config: Any, transformer: Any, **place: Any) -> torch.nn.Module:
+        """One chunk; ``place`` is what all models of Megatron-Core take."""
+        from megatron.core.models.gpt.gpt_model import GPTModel
+
+        model: torch.nn.Module = GPTModel(
+            config=transformer,
+            transformer_layer_spec=gpt_layer_spec(config, transformer),
+            rotary_base=config.model.rotary_base,
+            **place,
+        )
+        return model
 
     def get_batch(self, iterator: Iterator[dict[str, Tensor]], device: torch.device) -> dict[str, Any]:
         """The next micro-batch on ``device``: ``tokens``, ``labels``, ``position_ids`` int64 [b, s],

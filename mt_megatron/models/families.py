@@ -8,7 +8,7 @@ from mt_megatron.config.schema import TrainingConfig
 from mt_megatron.seams import family as families
 from mt_megatron.seams.family import ModelFamily
 
-_BUILT_IN = ("llama", "mixtral", "deepseek", "qwen")
+_BUILT_IN = ("llama", "mixtral", "deepseek", "qwen", "bert")
 """Families with a module of their name in ``mt_megatron.models``."""
 
 

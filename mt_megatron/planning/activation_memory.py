@@ -158,7 +158,9 @@ def chunk_bytes(shape: ModelShape, place: ChunkPlace, options: ActivationOptions
         if options.hidden_dropout:
             kept += options.norm_tokens * shape.hidden_size * options.mask_bytes
     if place.last:
-        kept += 2 * hidden + (_FP32 if shape.normalization == "RMSNorm" else 0) * options.norm_tokens
+        # Before the output layer a BertModel has a dense layer, gelu and a norm.
+        kept += (2 + 3 * shape.masked_words) * hidden
+        kept += (_FP32 if shape.normalization == "RMSNorm" else 0) * options.norm_tokens
         depths = range(1, place.depths(shape) + 1)
         kept += sum(
             _depth_bytes(shape, options, again=recompute.recomputes_depth(place.layers, depth))

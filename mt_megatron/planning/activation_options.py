@@ -72,7 +72,8 @@ class ActivationOptions:
     """A window limits what attention sees of the sequence (``window_size``)."""
 
     documents_mask: bool = False
-    """A mask of the whole sequence keeps documents apart (``reset_attention_mask``, not packed)."""
+    """A mask of the whole sequence keeps documents apart (``reset_attention_mask``, not packed) or padding
+    away (bert)."""
 
     attention_dropout: bool = False
     """Attention drops weights."""

@@ -38,8 +38,8 @@ def transformer_config(config: TrainingConfig) -> Any:
     values["pipeline_model_parallel_layout"] = resolved_layout(config)
     for name in ("moe_layer_freq", "pipeline_model_parallel_layout"):
         values[name] = list(values[name]) if isinstance(values[name], tuple) else values[name]
-    if config.model.multi_latent_attention:
-        # Its rotary positions are its own; those of other attention are GPTModel's.
+    if config.model.multi_latent_attention or config.model.masked_words:
+        # Its rotary positions are its own, and BertModel takes no base; otherwise they are GPTModel's.
         values["rotary_base"] = config.model.rotary_base
     built = TransformerConfig(
         **values,

@@ -1,4 +1,4 @@
-"""Floating-point operations of a decoder per token: forward, training, and what is really executed.
+"""Floating-point operations of a model per token: forward, training, and what is really executed.
 
 Two per multiply-add of every matrix product; attention over the whole s x s square (the usual
 convention, causal kernels do about half of that part); a backward pass is two forward passes. Of a
@@ -44,7 +44,8 @@ class ForwardFlops:
 
     shared_experts: int
     head: int
-    """The output layer, once."""
+    """The output layer, once, with the dense layer that a ``BertModel`` has before it. Its pooler and second
+    head, which see one token of a sample, are left out."""
 
     pattern: tuple[int, ...]
     """For each layer of the model 1 where it is a mixture of experts."""
@@ -106,7 +107,7 @@ def forward_flops(shape: ModelShape, sequence: int) -> ForwardFlops:
         router=2 * hidden * experts,
         experts=2 * matrices * hidden * used * shape.expert_size,
         shared_experts=2 * matrices * hidden * (shape.moe_shared_expert_intermediate_size or 0),
-        head=2 * hidden * shape.vocab_size,
+        head=2 * hidden * (shape.vocab_size + hidden * shape.masked_words),
         pattern=shape.pattern,
         depths=shape.mtp_num_layers or 0,
         depth_projection=4 * hidden * hidden,

@@ -119,10 +119,11 @@ def _activations(config: TrainingConfig, sequence: int, on_cpu: bool) -> Activat
         fused_activation=model.bias_activation_fusion,
         hidden_dropout=model.hidden_dropout > 0,
         window=_has_window(model.window_size, sequence),
-        documents_mask=config.data.reset_attention_mask
+        documents_mask=model.masked_words
+        or config.data.reset_attention_mask
         and (config.data.packed_sequences is False or parallel.context_parallel_size > 1),
         attention_dropout=model.attention_dropout > 0,
-        fused_loss=model.cross_entropy_loss_fusion,
+        fused_loss=model.cross_entropy_loss_fusion and not model.masked_words,
         on_cpu=on_cpu,
         rotary_share=model.rotary_percent if model.position_embedding_type == "rope" else 0.0,
         deallocate_outputs=model.deallocate_pipeline_outputs,

@@ -62,8 +62,8 @@ def chunk_tensors(
 ) -> list[ParameterTensor]:
     """The tensors of one chunk, ``shape.vocab_size`` being the padded size.
 
-    Sizes must divide (``validate`` sees to it). Upstream: ``GPTModel``, ``TransformerLayer`` of
-    megatron-core 0.9.0, local layer spec.
+    Sizes must divide (``validate`` sees to it). Upstream: ``GPTModel``, ``BertModel``, ``TransformerLayer``
+    of megatron-core 0.9.0, local layer specs.
     """
     hidden = shape.hidden_size
     table = shape.vocab_size // tensor_parallel * hidden
@@ -82,6 +82,8 @@ def chunk_tensors(
     if place.first:
         found.append(ParameterTensor(numel=table, shared_embedding=(tied or predicts) and apart))
         found += positions
+        if shape.sentence_order:
+            found.append(ParameterTensor(numel=2 * hidden, replicated=True))
     kinds = {
         mixture: list(_layer(shape, tensor_parallel, expert_parallel, mixture=mixture))
         for mixture in (False, True)
@@ -90,8 +92,14 @@ def chunk_tensors(
         found += kinds[mixture]
     if place.last:
         found += _norm(shape, hidden)
+        if shape.masked_words:
+            found += _biased(hidden, hidden) + _norm(shape, hidden)
         if not tied or not place.first:
             found.append(ParameterTensor(numel=table, shared_embedding=tied))
+        if shape.masked_words:
+            found.append(ParameterTensor(numel=shape.vocab_size // tensor_parallel))
+        if shape.sentence_order:
+            found += _biased(hidden, 2) + _biased(hidden, hidden)
         for _ in range(place.depths(shape)):
             found += _norm(shape, hidden) + _norm(shape, hidden)
             found.append(ParameterTensor(numel=2 * hidden * hidden // tensor_parallel))
@@ -101,6 +109,11 @@ def chunk_tensors(
             # The copy of the embedding; one with the output layer where they are tied.
             found += [ParameterTensor(numel=table, shared_embedding=True)] * int(not tied) + positions
     return found
+
+
+def _biased(inputs: int, outputs: int) -> list[ParameterTensor]:
+    """A linear with a bias, whole on every rank."""
+    return [ParameterTensor(numel=size, replicated=True) for size in (inputs * outputs, outputs)]
 
 
 def _norm(shape: ModelShape, size: int) -> list[ParameterTensor]:

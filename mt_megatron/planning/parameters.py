@@ -1,4 +1,4 @@
-"""Exact parameter counts of a decoder by closed form, per module, without building anything."""
+"""Exact parameter counts of a model by closed form, per module, without building anything."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from mt_megatron.layers.transformer_fields import moe_pattern
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """Sizes that decide how many parameters Megatron-Core's ``GPTModel`` has; the names are its own."""
+    """Sizes that decide how many parameters Megatron-Core's ``GPTModel`` or ``BertModel`` has; the names are
+    its own."""
 
     num_layers: int
     """Transformer layers."""
@@ -100,6 +101,12 @@ class ModelShape:
     mtp_num_layers: int | None = None
     """Depths of multi-token prediction, all on the last stage; None: none."""
 
+    masked_words: bool = False
+    """Whether it is a ``BertModel``: a dense layer and a norm before an output layer with a bias."""
+
+    sentence_order: bool = False
+    """Whether that has two token types, a pooler and a head of two classes."""
+
     @property
     def pattern(self) -> tuple[int, ...]:
         """For each layer 1 where it is a mixture of experts, else 0."""
@@ -137,7 +144,7 @@ class ParameterCount:
     """Parameters by kind of module, summed over all layers; those of multi-token prediction apart."""
 
     embedding: int
-    """Word embedding and learned positions."""
+    """Word embedding, learned positions and token types."""
 
     attention: int
     """QKV (or latent) and output projections, with the norms inside of the attention."""
@@ -152,7 +159,8 @@ class ParameterCount:
     """Norms before attention and feed-forward, and the final one."""
 
     head: int
-    """The output layer; 0 when it shares the embedding."""
+    """The output layer; 0 when it shares the embedding. Of a ``BertModel`` both heads, less the shared
+    embedding."""
 
     inactive: int
     """Parameters of the experts that one token does not use."""
@@ -191,8 +199,8 @@ class ParameterCount:
 def count_parameters(shape: ModelShape) -> ParameterCount:
     """Parameters of the whole model, on however many processes it is spread.
 
-    Upstream: ``GPTModel``, ``SelfAttention``, ``MLP``, ``MoELayer`` of megatron-core 0.9.0, and the
-    modules that this package adds under the names of 0.12.
+    Upstream: ``GPTModel``, ``BertModel``, ``SelfAttention``, ``MLP``, ``MoELayer`` of megatron-core 0.9.0,
+    and the modules that this package adds under the names of 0.12.
     """
     hidden, layers = shape.hidden_size, shape.num_layers
     norm = 2 if shape.normalization == "LayerNorm" else 1
@@ -202,14 +210,20 @@ def count_parameters(shape: ModelShape) -> ParameterCount:
     idle = experts - min(shape.moe_router_topk, experts)
     learned = shape.position_embedding_type == "learned_absolute"
     depths = shape.mtp_num_layers or 0
+    rows = shape.vocab_size + (shape.max_position_embeddings if learned else 0) + 2 * shape.sentence_order
+    output = shape.vocab_size * hidden if shape.untie_embeddings_and_output_weights else 0
+    if shape.masked_words:
+        output += hidden * hidden + hidden + norm * hidden + shape.vocab_size
+    if shape.sentence_order:
+        output += hidden * hidden + hidden + 2 * hidden + 2
     biases = experts if shape.moe_router_enable_expert_bias else 0
     return ParameterCount(
-        embedding=(shape.vocab_size + (shape.max_position_embeddings if learned else 0)) * hidden,
+        embedding=rows * hidden,
         attention=layers * _attention(shape),
         mlp=dense * _dense(shape) + mixtures * (experts * expert + shared),
         router=mixtures * experts * hidden,
         norms=(2 * layers + 1) * norm * hidden,
-        head=shape.vocab_size * hidden if shape.untie_embeddings_and_output_weights else 0,
+        head=output,
         inactive=mixtures * idle * expert,
         experts=mixtures * experts * expert,
         shared_experts=mixtures * shared,

@@ -333,9 +333,10 @@ def _part_of(chunks: Sequence[Any]) -> dict[str, Any]:
     """How many of the model's layers ``chunks`` hold, and whether its head; empty where they do not say."""
     layers, has_head = 0, False
     for chunk in chunks:
-        while not hasattr(chunk, "decoder") and hasattr(chunk, "module"):
+        while not hasattr(chunk, "post_process") and hasattr(chunk, "module"):
             chunk = chunk.module
-        found = getattr(getattr(chunk, "decoder", None), "layers", None)
+        stack = getattr(chunk, "decoder", None) or getattr(chunk, "encoder", None)
+        found = getattr(stack, "layers", None)
         if found is None or not hasattr(chunk, "post_process"):
             return {}
         layers, has_head = layers + len(found), has_head or bool(chunk.post_process)

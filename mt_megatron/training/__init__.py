@@ -1,6 +1,6 @@
 """Training: configuration in, checkpoints and records out.
 
-depth_losses   losses of multi-token prediction, from the model's last stage to every rank and the
+depth_losses   losses of multi-token prediction and sentence order, from the last stage to every rank and the
                records
 distributed    the processes of a run: who this one is, the groups it joins, its random numbers
 evaluate       validation: the same tokens every time, each counted once

@@ -376,6 +376,8 @@ class _Run:
         beside = prefixes[0].parent if prefixes else Path(config.checkpoint.save or ".")
         # A weighted blend cannot be one pass over everything; any other evaluation is limited later.
         counted = config.data.mock_data or len(config.data.data_path) > 1
+        # Samples of masked words are drawn to a number.
+        counted = counted or config.model.masked_words
         validation = counted or len(config.data.valid_data_path) > 1 or train.eval_iters == 0
         return build_datasets(
             config.data,
@@ -386,6 +388,8 @@ class _Run:
             test_samples=0,  # No run evaluates on it.
             seed=train.seed,
             cache_dir=beside / "index_cache",
+            masked_words=config.model.masked_words,
+            sentence_order=config.model.sentence_order,
         )
 
     def _resume(self) -> Progress:
@@ -477,7 +481,7 @@ class _Run:
             "consumed_tokens": self.progress.consumed_tokens,
             "skipped_iterations": self.progress.skipped_iterations,
             "loss_scale": float(self.trainable.optimizer.get_loss_scale()),
-            **depth_values(window.results),
+            **depth_values(window.results, sentence_order=self.config.model.sentence_order),
             **self.expert_loads.collect(),
             **self._mark(),
         }
@@ -545,7 +549,8 @@ class _Run:
 
     def _summary(self, loss: float | None) -> None:
         baselines = None
-        if self.job.is_main and self.validation is not None:
+        # Tables of what follows a token say nothing about masked words.
+        if self.job.is_main and self.validation is not None and not self.config.model.masked_words:
             baselines = corpus_baselines(
                 self.config,
                 self.datasets.valid,

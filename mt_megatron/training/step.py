@@ -124,7 +124,8 @@ class StepResult:
     """What all ranks together want."""
 
     depth_losses: tuple[float, ...] = ()
-    """Multi-token prediction: each depth's cross-entropy per token that it counts, in nats."""
+    """Multi-token prediction: each depth's cross-entropy per token that it counts, in nats. Sentence order:
+    that of a sample."""
 
 
 class StepObserver(Protocol):
@@ -201,7 +202,7 @@ def train_step(
         norm = None
         if not overflowed and (watch.needs_norm or wants_norm(optimizer)):
             norm = gradient_norm(optimizer)
-        sums = [*summed(reports, job), *depth_sums(trainable, job)]
+        sums = [*summed(reports, job), *depth_sums(trainable, reports, job)]
         agreed = _agree(sums, job, iteration, wishes(), overflowed, watch.norm_is_bad(norm))
         if agreed.overflowed:
             diverged = watch.overflowed(scale_is_stuck=loss_scale_is_stuck(optimizer))

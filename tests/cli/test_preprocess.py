@@ -56,8 +56,8 @@ def test_strict_ends_with_1(argv: list[str], tmp_path: Path, capsys: pytest.Capt
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (["--split-sentences"], "documents are written whole"),
-        (["--keep-newlines"], "newlines are always kept"),
+        (["--lang", "german"], "one rule for all languages"),
+        (["--keep-newlines"], "newlines are kept"),
         (["--vocab-file", "x"], "--tokenizer-model tokenizer.json"),
         (["--merge-file", "x"], "--tokenizer-model tokenizer.json"),
         (["--partitions", "4"], "cut into shards by itself"),
@@ -131,7 +131,7 @@ def test_help_has_an_example_and_the_exit_codes(capsys: pytest.CaptureFixture[st
         main(["preprocess", "--help"])
     assert ended.value.code == 0
     text = capsys.readouterr().out
-    assert "examples:" in text and "exit codes: 0" in text and "--split-sentences" not in text
+    assert "examples:" in text and "exit codes: 0" in text and "--keep-newlines" not in text
 
 
 _SHORT = """

@@ -19,10 +19,9 @@ def chunks(argv: list[str], tp_rank: int, ep_rank: int) -> list[dict[str, list[i
     """``parameters`` and ``biases`` of each model chunk, in the order that a batch takes."""
     import torch
     from megatron.core import parallel_state
-    from megatron.core.models.gpt.gpt_model import GPTModel
 
     from mt_megatron.config.parse import load_config
-    from mt_megatron.models.layer_spec import gpt_layer_spec
+    from mt_megatron.models.families import family_of
     from mt_megatron.planning.build import transformer_config
     from mt_megatron.planning.memory_estimate import padded_shape
 
@@ -37,6 +36,7 @@ def chunks(argv: list[str], tp_rank: int, ep_rank: int) -> list[dict[str, list[i
     parallel_state.set_expert_model_parallel_rank(ep_rank)
     parallel_state.set_pipeline_model_parallel_world_size(stages)
     parallel_state.set_virtual_pipeline_model_parallel_world_size(count)
+    family: Any = family_of(config)
     transformer, found = transformer_config(config), []
     for index in range(stages * (count or 1)):
         parallel_state.set_pipeline_model_parallel_rank(index % stages)
@@ -44,9 +44,10 @@ def chunks(argv: list[str], tp_rank: int, ep_rank: int) -> list[dict[str, list[i
             parallel_state.set_virtual_pipeline_model_parallel_rank(index // stages)
         # Upstream prints a warning where tied weights are made equal without processes.
         with torch.device("meta"), contextlib.redirect_stdout(sys.stderr):
-            chunk = GPTModel(
-                config=transformer,
-                transformer_layer_spec=gpt_layer_spec(config, transformer),
+            # The model alone: its family sets what comes from processes, which are not here.
+            chunk = family._model(
+                config,
+                transformer,
                 vocab_size=padded_shape(config).vocab_size,
                 max_sequence_length=model.max_position_embeddings,
                 pre_process=parallel_state.is_pipeline_first_stage(),

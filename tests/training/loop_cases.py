@@ -41,13 +41,15 @@ TRAINING = (
 )
 
 
-def run(flags: str, folder: str, metrics: str) -> dict[str, Any]:
+def run(
+    flags: str, folder: str, metrics: str, *, model: str = MODEL, training: str = TRAINING
+) -> dict[str, Any]:
     """One run in this process; what it recorded (rank 0), or the error it ended with."""
     path = Path(folder) / f"{metrics}.jsonl"
     # Tracing and watching have tests of their own, and these would wait for their end each time.
     scan = "" if "--scan" in flags else "--scan off"
     scan += "" if "--scope" in flags else " --scope off"
-    config = load_config(f"{MODEL} {TRAINING} {scan} {flags} --metrics-path {path}".split())
+    config = load_config(f"{model} {training} {scan} {flags} --metrics-path {path}".split())
     try:
         validate(config, world_size=dist.get_world_size() if dist.is_initialized() else 1)
         outcome = train(config)

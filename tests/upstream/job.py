@@ -1,4 +1,4 @@
-"""One run of the unmodified pretrain_gpt.py under ``mt-megatron run`` below torchrun."""
+"""One run of an unmodified script of Megatron-LM under ``mt-megatron run`` below torchrun."""
 
 from __future__ import annotations
 
@@ -12,12 +12,16 @@ from pathlib import Path
 
 from tests.launch import ROOT
 
-# Tokens of mock data go up to 4095; 4352 needs no padding under any layout here.
-MODEL = (
+_SIZES = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 "
-    "--micro-batch-size 2 --global-batch-size 4 --tokenizer-type NullTokenizer --vocab-size 4351 "
-    "--transformer-impl local --seed 1234"
+    "--micro-batch-size 2 --global-batch-size 4 --seed 1234"
 )
+# Tokens of mock data go up to 4095; 4352 needs no padding under any layout here.
+MODELS = {
+    "pretrain_gpt.py": f"{_SIZES} --tokenizer-type NullTokenizer --vocab-size 4351 --transformer-impl local",
+    "pretrain_bert.py": f"{_SIZES} --tokenizer-type BertWordPieceLowerCase",
+}
+"""Script -> the arguments of its model."""
 SCHEDULE = (
     "--train-iters 20 --lr 1e-3 --min-lr 1e-4 --lr-warmup-iters 2 --lr-decay-iters 20 "
     "--lr-decay-style cosine --weight-decay 0.1 --clip-grad 1.0 --log-interval 1 --eval-interval 1000 "
@@ -52,8 +56,38 @@ def pretrain(
     ranks: int = 1,
     environment: Mapping[str, str] | None = None,
     timeout: float = 400,
+    script: str = "pretrain_gpt.py",
 ) -> Output:
-    """Run the script in ``checkout``; everything it writes goes to ``log``. Raises JobError."""
+    """Run ``script`` of ``checkout`` to train; everything it writes goes to ``log``. Raises JobError."""
+    found = run_script(
+        checkout,
+        log,
+        [script, *MODELS[script].split(), *SCHEDULE.split(), *arguments],
+        backend=backend,
+        ranks=ranks,
+        environment=environment,
+        timeout=timeout,
+    )
+    steps = [(int(iteration), loss, norm) for iteration, loss, norm in _LOSS.findall(found)]
+    return Output(
+        losses={iteration: loss for iteration, loss, _ in steps},
+        norms={iteration: norm for iteration, _, norm in steps},
+        text=found,
+    )
+
+
+def run_script(
+    checkout: Path,
+    log: Path,
+    command: Sequence[str],
+    *,
+    backend: str,
+    ranks: int = 1,
+    environment: Mapping[str, str] | None = None,
+    timeout: float = 400,
+) -> str:
+    """Run the script that ``command`` begins with in ``checkout``; what it wrote, which goes to ``log`` too.
+    Raises JobError."""
     variables = {
         **os.environ,
         "PYTHONPATH": str(ROOT),
@@ -66,18 +100,12 @@ def pretrain(
     }
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
     launcher += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
-    command = [sys.executable, *launcher, str(ONE_RANK), "--backend", backend, "--"]
     with open(log, "w") as file:
         done = subprocess.run(
-            [*command, "pretrain_gpt.py", *MODEL.split(), *SCHEDULE.split(), *arguments],
+            [sys.executable, *launcher, str(ONE_RANK), "--backend", backend, "--", *command],
             cwd=checkout, env=variables, stdout=file, stderr=subprocess.STDOUT, timeout=timeout, check=False,
         )  # fmt: skip
     text = log.read_text(errors="replace")
     if done.returncode:
-        raise JobError(f"exit code {done.returncode}: {' '.join(arguments)}\n{text[-6000:]}")
-    found = [(int(iteration), loss, norm) for iteration, loss, norm in _LOSS.findall(text)]
-    return Output(
-        losses={iteration: loss for iteration, loss, _ in found},
-        norms={iteration: norm for iteration, _, norm in found},
-        text=text,
-    )
+        raise JobError(f"exit code {done.returncode}: {' '.join(command)}\n{text[-6000:]}")
+    return text

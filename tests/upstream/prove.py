@@ -1,4 +1,4 @@
-"""20 steps, checkpoints and resumption of the unmodified pretrain_gpt.py, under several layouts."""
+"""20 steps, checkpoints and resumption of unmodified scripts of Megatron-LM, under several layouts."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from mt_megatron.pipeline.policy.decision_log import FILE, records
 from mt_megatron.scope.recording.reader import open_recording
 from tests.emulators import environment as emulator
 from tests.upstream.checkout import checked, unchanged
-from tests.upstream.data import write_dataset
+from tests.upstream.data import preprocess_sentences, write_dataset, write_sentences
 from tests.upstream.gate import judge_checkout
-from tests.upstream.job import ONE_DEVICE, Output, pretrain
+from tests.upstream.job import ONE_DEVICE, Output, pretrain, run_script
 
 STEPS, SAVED = 20, 10
 DROPOUT = ("--attention-dropout", "0.1", "--hidden-dropout", "0.1")
@@ -69,6 +69,8 @@ class Case:
     """Another case whose losses and norms these are, to every digit that is printed."""
     recorded: bool = False
     """Whether MegaScan and MegaScope record it."""
+    script: str = "pretrain_gpt.py"
+    """A script other than pretrain_gpt.py trains on sentences, whatever ``files`` says."""
 
 
 CASES = (
@@ -129,6 +131,23 @@ CASES = (
         ranks=2,
         arguments=(*DROPOUT, *PER_RANK, "--use-distributed-optimizer"),
     ),
+    *(
+        Case(
+            name=f"bert{name}",
+            script="pretrain_bert.py",
+            ranks=2 if layout else 1,
+            arguments=(*NO_DROPOUT, *DISTRIBUTED, *spec.split(), *layout.split()),
+            continues=f"bert{name.removesuffix('-tp2').removesuffix('-pp2')}" if layout else "",
+        )
+        # The script's own choice are the layers of Transformer Engine.
+        for spec, kind in (("", ""), ("--transformer-impl local --spec local", "-local"))
+        for layout, name in (
+            ("", kind),
+            ("--tensor-model-parallel-size 2 --sequence-parallel", f"{kind}-tp2"),
+            ("--pipeline-model-parallel-size 2", f"{kind}-pp2"),
+        )
+    ),
+    Case(name="bert-dropout", script="pretrain_bert.py", arguments=(*DROPOUT, *PER_RANK)),
 )
 
 
@@ -139,6 +158,34 @@ class Proof:
         self._checkout, self._backend, self._scratch = checkout, backend, scratch
         self._data = write_dataset(scratch / "text", vocabulary=4096)
         self._first: dict[str, Output] = {}
+        self._sentences: tuple[str, ...] = ()
+
+    def sentences(self) -> tuple[str, ...]:
+        """Arguments for sentences that the checkout's tools/preprocess_data.py has encoded; made once. Raises
+        AssertionError where ``mt-megatron preprocess`` makes other files of the same text."""
+        if not self._sentences:
+            text, vocabulary = write_sentences(self._scratch / "sentences", vocabulary=766)
+            theirs, ours = self._scratch / "theirs", self._scratch / "ours"
+            run_script(
+                self._checkout,
+                self._scratch / "preprocess.log",
+                ["tools/preprocess_data.py", "--input", f"{text}.lists.jsonl", "--output-prefix", str(theirs)]
+                + ["--tokenizer-type", "BertWordPieceLowerCase", "--vocab-file", str(vocabulary)]
+                + ["--workers", "1"],
+                backend=self._backend,
+                environment=surroundings(self._backend),
+            )
+            preprocess_sentences(text, ours)
+            for suffix in (".bin", ".idx"):
+                made = [Path(f"{theirs}_text_document{suffix}"), Path(f"{ours}_text_sentence{suffix}")]
+                assert made[0].read_bytes() == made[1].read_bytes(), f"{made[0]} and {made[1]} differ"
+            print(
+                "sentences: mt-megatron preprocess writes the bytes of tools/preprocess_data.py", flush=True
+            )
+            cache = ("--data-cache-path", str(self._scratch / "index"))
+            self._sentences = ("--data-path", f"{theirs}_text_document", "--split", "90,5,5", *cache)
+            self._sentences += ("--vocab-file", str(vocabulary))
+        return self._sentences
 
     def run(self, case: Case) -> None:
         """Raises AssertionError or JobError; prints the losses."""
@@ -174,6 +221,8 @@ class Proof:
         samples = ("--data-path", str(self._data), "--split", "90,5,5") if case.files else ("--mock-data",)
         if case.files:
             samples = (*samples, "--data-cache-path", str(self._scratch / "index"))
+        if case.script != "pretrain_gpt.py":
+            samples = self.sentences()
         return pretrain(
             self._checkout,
             self._scratch / f"{case.name}.{what}.log",
@@ -181,6 +230,7 @@ class Proof:
             backend=self._backend,
             ranks=case.ranks,
             environment={**surroundings(self._backend), **self._schedule(case, what)},
+            script=case.script,
         )
 
     def _run(self, case: Case, what: str) -> Path:
@@ -250,7 +300,7 @@ def main() -> None:
     checkout = checked(options.checkout)
     os.environ.pop("PYTHONPATH", None)
     said = " (the emulator of tests/emulators)" if surroundings(options.backend) else ""
-    print(f"pretrain_gpt.py of {checkout} on {options.backend}{said}", flush=True)
+    print(f"the scripts of {checkout} on {options.backend}{said}", flush=True)
     with tempfile.TemporaryDirectory(prefix="mt_megatron_upstream_") as folder, unchanged(checkout):
         proof = Proof(checkout, options.backend, Path(folder))
         wanted = set(options.only or (case.name for case in CASES))

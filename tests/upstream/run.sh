@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Trains with the unmodified pretrain_gpt.py of a Megatron-LM core_r0.9.0 checkout.
+# Trains with the unmodified pretrain_gpt.py and pretrain_bert.py of a Megatron-LM core_r0.9.0 checkout.
 #   bash tests/upstream/run.sh CHECKOUT [--backend cpu|musa] [--only NAME ...] [--no-gate]
 # Runs Megatron-Core's own unit tests of the tag core_r0.9.0, with a reason for each that does not pass.
 #   bash tests/upstream/run.sh CHECKOUT --unit [--ranks 1,2,4,8] [--backend cpu|musa] [--only FILE ...]

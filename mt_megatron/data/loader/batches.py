@@ -28,9 +28,15 @@ Batch = dict[str, torch.Tensor]
 """``tokens``, ``labels``, ``position_ids`` int64 and ``loss_mask`` float32, each
 [micro_batch_size, sequence_length]. When documents are kept apart also either ``attention_mask``
 bool [micro_batch_size, 1, s, s], or ``cu_seqlens`` int32 [documents + 1], where they begin in the
-micro-batch read row by row, and ``max_seqlen`` int64 [], the length of the longest."""
+micro-batch read row by row, and ``max_seqlen`` int64 [], the length of the longest.
 
-_KEYS = ("tokens", "labels", "loss_mask", "position_ids", "attention_mask")
+Of masked words: ``text``, ``types``, ``labels``, ``loss_mask``, ``padding_mask`` int64
+[micro_batch_size, sequence_length], ``is_random`` int64 [micro_batch_size]; the names are Megatron-Core's."""
+
+_KEYS = (
+    *("tokens", "labels", "loss_mask", "position_ids", "attention_mask"),
+    *("text", "types", "padding_mask", "is_random"),
+)
 _PADDING = -1
 _WORKER_ENDS_WITHIN = 1.0
 """Seconds from a closed connection to a worker until everything else that it had open is closed."""
@@ -234,8 +240,8 @@ def _ended_worker(iterator: object, error: Exception) -> str | None:
 
 def _document_end(dataset: SampleDataset) -> int | None:
     """The token that ends documents when they are to be kept apart and the samples hold no mask."""
-    config = getattr(dataset, "config", None)
-    if config is None or not config.reset_attention_mask or config.create_attention_mask:
+    config: Any = getattr(dataset, "config", None)
+    if not getattr(config, "reset_attention_mask", False) or config.create_attention_mask:
         return None
     return int(config.tokenizer.eod)
 
@@ -250,12 +256,17 @@ class _PaddedView(Dataset[dict[str, torch.Tensor]]):
         if index != _PADDING:
             return self._dataset[index]
         sample = dict(self._dataset[0])
-        sample["loss_mask"] = torch.zeros_like(sample["loss_mask"])
+        sample["loss_mask"] = 0 * sample["loss_mask"]
         return sample
 
 
 def _collate(samples: Sequence[dict[str, Any]], *, end: int | None) -> Batch:
-    batch = {key: torch.stack([sample[key] for sample in samples]) for key in _KEYS if key in samples[0]}
+    # Those of masked words are numbers and numpy's arrays.
+    batch = {
+        key: torch.stack([torch.as_tensor(sample[key]) for sample in samples])
+        for key in _KEYS
+        if key in samples[0]
+    }
     if end is not None:
         batch["cu_seqlens"] = document_borders(batch["tokens"], end)
         batch["max_seqlen"] = batch["cu_seqlens"].diff().max().long()

@@ -1,4 +1,4 @@
-"""Megatron's own GPT datasets and blends, from file prefixes, with an index cache that cannot go stale.
+"""Megatron's own datasets and blends, from file prefixes, with an index cache that cannot go stale.
 
 One job at a time fills an index cache; what a killed job left half written is made anew.
 """
@@ -14,7 +14,9 @@ import logging
 import math
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from operator import itemgetter
 from pathlib import Path
 from typing import IO, Any, NamedTuple, Protocol
 
@@ -133,14 +135,15 @@ _ORDER = ("document_index", "sample_index", "shuffle_index", "dataset_index", "d
 
 
 class SampleDataset(Protocol):
-    """What the loop needs of Megatron's GPTDataset and BlendedDataset."""
+    """What the loop needs of Megatron's datasets and BlendedDataset."""
 
     def __len__(self) -> int:
         """Number of samples."""
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         """``tokens``, ``labels``, ``position_ids`` (int64) and ``loss_mask`` (float32), each
-        [sequence_length]; with masks also ``attention_mask`` [1, s, s] (bool, True = masked)."""
+        [sequence_length]; with masks also ``attention_mask`` [1, s, s] (bool, True = masked). Of masked words
+        numpy's arrays (``batches.Batch``)."""
 
 
 class Datasets(NamedTuple):
@@ -171,6 +174,8 @@ def build_datasets(
     test_samples: int | None = None,
     seed: int,
     cache_dir: Path,
+    masked_words: bool = False,
+    sentence_order: bool = False,
 ) -> Datasets:
     """Build Megatron's datasets. Collective when torch.distributed is up: every rank must call it.
 
@@ -188,32 +193,57 @@ def build_datasets(
     A mask is only made for ``reset_attention_mask`` with ``packed_sequences=False``. Otherwise
     attention is causal, and ``batches`` says where documents begin if they are to be kept apart.
 
+    With ``masked_words`` samples are whole sentences of a document with some words masked; with
+    ``sentence_order`` two halves of at least a sentence each, swapped in half of the samples. They need
+    sizes for every role. Megatron leaves documents out that hold a sentence of more than 512 tokens: if
+    there are any, the log says so.
+
     Raises ``DataError`` on every rank when files are missing, damaged, do not fit the tokenizer, or hold
     too little for one sample, and when rank 0 cannot write the index.
     """
+    from megatron.core.datasets.bert_dataset import (
+        BERTMaskedWordPieceDataset,
+        BERTMaskedWordPieceDatasetConfig,
+    )
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 
     sources, prefixes = _sources(data, (train_samples, valid_samples, test_samples))
     for prefix in prefixes:
         _check_indexed(prefix, tokenizer)
     cache = Path(data.data_cache_path or cache_dir) / _agreed_fingerprint(prefixes)
-    config = GPTDatasetConfig(
-        random_seed=seed,
-        sequence_length=sequence_length,
-        tokenizer=_as_megatron_tokenizer(tokenizer),
-        path_to_cache=str(cache),
-        mmap_bin_files=data.mmap_bin_files,
-        reset_position_ids=data.reset_position_ids,
-        reset_attention_mask=data.reset_attention_mask,
-        eod_mask_loss=data.eod_mask_loss,
-        create_attention_mask=data.reset_attention_mask and data.packed_sequences is False,
+    common = {
+        "random_seed": seed,
+        "sequence_length": sequence_length,
+        "tokenizer": _as_megatron_tokenizer(tokenizer, _bert_tokens(tokenizer) if masked_words else {}),
+        "path_to_cache": str(cache),
+        "mmap_bin_files": data.mmap_bin_files,
         **sources,
-    )
-    kind = MockGPTDataset if data.mock_data else GPTDataset
+    }
+    causal = MockGPTDataset if data.mock_data else GPTDataset
     sizes = [train_samples, valid_samples, test_samples]
+    if masked_words:
+        config = BERTMaskedWordPieceDatasetConfig(
+            **common,
+            masking_probability=data.mask_prob,
+            short_sequence_probability=data.short_seq_prob,
+            masking_max_ngram=3,
+            masking_do_full_word=True,
+            masking_do_permutation=False,
+            masking_use_longer_ngrams=False,
+            masking_use_geometric_distribution=False,
+            classification_head=sentence_order,
+        )
+    else:
+        config = GPTDatasetConfig(
+            **common,
+            reset_position_ids=data.reset_position_ids,
+            reset_attention_mask=data.reset_attention_mask,
+            eod_mask_loss=data.eod_mask_loss,
+            create_attention_mask=data.reset_attention_mask and data.packed_sequences is False,
+        )
     if not data.mock_data:
-        _require_shares(config, sizes)
-    built = _built(kind, sizes, config, cache, prefixes)
+        _require_shares(config, sizes, sentences=1 + sentence_order if masked_words else 0)
+    built = _built(BERTMaskedWordPieceDataset if masked_words else causal, sizes, config, cache, prefixes)
     for role, dataset in zip(_ROLES, built, strict=True):
         if dataset is not None and len(dataset) < 1:
             raise DataError(
@@ -300,9 +330,10 @@ def _builder(kind: type, sizes: list[int | None], config: Any) -> Any:
     return _Builder(kind, sizes, lambda: True, config)
 
 
-def _require_shares(config: Any, sizes: list[int | None]) -> None:
+def _require_shares(config: Any, sizes: list[int | None], *, sentences: int = 0) -> None:
     """Raise ``DataError`` where a prefix has nothing in a split that it takes part in: Megatron would
-    repeat nothing for ever to get the number of samples, or fail on one rank alone."""
+    repeat nothing for ever to get the number of samples, or fail on one rank alone. Not 0 for masked words:
+    a sample has so many ``sentences`` at least."""
     for index, (role, size) in enumerate(zip(_ROLES, sizes, strict=True)):
         blend = config.blend if config.blend_per_split is None else config.blend_per_split[index]
         share = (0.0, 1.0) if config.split_matrix is None else config.split_matrix[index]
@@ -313,26 +344,57 @@ def _require_shares(config: Any, sizes: list[int | None]) -> None:
         wanted = config.sequence_length + 1 if len(prefixes) > 1 and weights is None else 1
         if len(prefixes) == 1 and size is None:
             continue
+        if sentences and len(prefixes) > 1 and weights is None:
+            raise DataError(
+                f"the {role} data is {' '.join(prefixes)}; expected a weight before each prefix, since "
+                f"samples of masked words are drawn to a number: {' '.join(f'1 {each}' for each in prefixes)}"
+            )
         for prefix in prefixes:
-            documents, tokens, total = _share(prefix, share)
+            documents, tokens, total = _share(prefix, share, sentences)
             if tokens < wanted:
                 split = "" if config.split is None else f" of the split {config.split}"
                 raise DataError(
                     f"the {role} share{split} of {prefix} holds {tokens} tokens in {documents} of its "
                     f"{total} documents; expected at least {wanted}. Change --split, leave {prefix} out, "
                     "or give it more documents"
+                    + f" of {sentences} sentences of at most {_LONG_SENTENCE} tokens"
+                    * bool(sentences)
                 )
 
 
-def _share(prefix: str, share: tuple[float, float]) -> tuple[int, int, int]:
-    """Documents and tokens of a share of ``prefix``, and all its documents; rounded as Megatron does."""
+_LONG_SENTENCE = 512
+"""Most tokens of a sentence that Megatron-Core makes samples of (LONG_SENTENCE_LEN of ``helpers.cpp``)."""
+
+
+def _share(prefix: str, share: tuple[float, float], sentences: int) -> tuple[int, int, int]:
+    """Documents and tokens of a share of ``prefix``, and all its documents; rounded as Megatron does. With
+    ``sentences`` only documents that masked words are taken from: so many sentences, all short enough."""
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
     # Its end takes the memory of the lengths away.
     data = IndexedDataset(prefix)
-    count = len(data.sequence_lengths)
+    count = len(data.document_indices) - 1 if sentences else len(data.sequence_lengths)
     begin, end = (round(each * float(count)) for each in share)
-    return end - begin, int(data.sequence_lengths[begin:end].sum(dtype=np.int64)), count
+    if not sentences:
+        return end - begin, int(data.sequence_lengths[begin:end].sum(dtype=np.int64)), count
+    lengths, borders = data.sequence_lengths, data.document_indices[begin : end + 1]
+    held = np.diff(borders)
+    tokens, long = (
+        np.diff(np.insert(np.cumsum(each, dtype=np.int64), 0, 0)[borders])
+        for each in (lengths, lengths > _LONG_SENTENCE)
+    )
+    too_long = (long > 0) & (held > 1)
+    if left_out := int(too_long.sum()):
+        logger.warning(
+            "%d of %d documents of %s hold a sentence of more than %d tokens, and Megatron-Core makes no "
+            "samples of them; the option --split-sentences of prepare and preprocess makes shorter ones",
+            left_out,
+            end - begin,
+            prefix,
+            _LONG_SENTENCE,
+        )
+    used = ~too_long & (held >= sentences)
+    return int(used.sum()), int(tokens[used].sum()), count
 
 
 def order_fingerprint(dataset: SampleDataset) -> str:
@@ -459,8 +521,25 @@ def _files_fingerprint(prefixes: Sequence[str]) -> str:
     return digest.hexdigest()[:16]
 
 
-def _as_megatron_tokenizer(tokenizer: TokenizerLike) -> Any:
-    """GPTDataset wants a MegatronTokenizer, and takes only its ``eod`` and identity from it."""
+_BERT_TOKENS = {"cls": "[CLS]", "sep": "[SEP]", "pad": "[PAD]", "mask": "[MASK]"}
+"""Attribute of a MegatronTokenizer -> the token."""
+
+
+def _bert_tokens(tokenizer: TokenizerLike) -> dict[str, int]:
+    """Attributes of a MegatronTokenizer that masked words need."""
+    vocabulary = tokenizer.vocabulary()
+    missing = [token for token in _BERT_TOKENS.values() if token not in vocabulary]
+    if missing:
+        raise DataError(
+            f"the tokenizer has no {' '.join(missing)}; expected BERT's special tokens, as in a WordPiece "
+            "tokenizer.json. Make one with: mt-megatron prepare --split-sentences --output DIR"
+        )
+    return {name: vocabulary[token] for name, token in _BERT_TOKENS.items()}
+
+
+def _as_megatron_tokenizer(tokenizer: TokenizerLike, special: Mapping[str, int]) -> Any:
+    """Megatron's datasets want a MegatronTokenizer. GPTDataset takes its ``eod`` and identity alone from it,
+    that of masked words the vocabulary and the ``special`` tokens."""
     from megatron.core.datasets.megatron_tokenizer import MegatronTokenizer
 
     class _View(MegatronTokenizer):  # type: ignore[misc]
@@ -471,9 +550,10 @@ def _as_megatron_tokenizer(tokenizer: TokenizerLike) -> Any:
         def vocab(self) -> dict[str, int]:
             return tokenizer.vocabulary()
 
-        @property
+        @cached_property
         def inv_vocab(self) -> dict[int, str]:
-            return {index: token for token, index in tokenizer.vocabulary().items()}
+            # In the order of ids, from which random words are drawn; asked for each token of a sample.
+            return {index: token for token, index in sorted(self.vocab.items(), key=itemgetter(1))}
 
         @property
         def vocab_size(self) -> int:
@@ -483,4 +563,6 @@ def _as_megatron_tokenizer(tokenizer: TokenizerLike) -> Any:
         def eod(self) -> int:
             return tokenizer.eod
 
+    for name, index in special.items():
+        setattr(_View, name, index)
     return _View(identity=tokenizer.identity)

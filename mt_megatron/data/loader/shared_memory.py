@@ -16,8 +16,9 @@ _MIB = 2**20
 def micro_batch_bytes(config: TrainingConfig) -> int:
     """Bytes of one micro-batch in shared memory, where each tensor has whole pages."""
     size, length = config.train.micro_batch_size, config.train.seq_length or 0
-    tokens, labels, position_ids, loss_mask = (size * length * width for width in (8, 8, 8, 4))
-    tensors = [tokens, labels, position_ids, loss_mask]
+    # Tokens, labels, positions and a mask of the loss; of masked words five tensors of numbers.
+    widths = (8, 8, 8, 8, 8) if config.model.masked_words else (8, 8, 8, 4)
+    tensors = [size * length * width for width in widths]
     if config.data.reset_attention_mask:
         # A mask, or where documents begin (at least 0 and the end) and the longest one's length.
         tensors += [size * length * length] if config.data.packed_sequences is False else [8, 8]

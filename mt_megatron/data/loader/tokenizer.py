@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 import tokenizers
-from tokenizers import decoders, models, pre_tokenizers, trainers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from mt_megatron.config.schema import DataConfig
 from mt_megatron.data.loader.sentencepiece_tokenizer import SentencePieceTokenizer
@@ -64,7 +66,9 @@ TOKENIZER_TYPES = (
 """The values of ``--tokenizer-type``; all but ByteLevelTokenizer are Megatron-LM's names."""
 
 END_OF_DOCUMENT = "<|endoftext|>"
-_KNOWN_ENDS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")
+_KNOWN_ENDS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[SEP]")
+_BERT_TOKENS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+"""Padding is token 0, since Megatron-Core pads masks with its id."""
 
 TOKENIZER_FILES = (
     "added_tokens.json",
@@ -284,9 +288,13 @@ def _configured_end(path: Path) -> str | None:
     return token if isinstance(token, str) else None
 
 
-def train_tokenizer(texts: Iterable[str], *, vocab_size: int, output: Path) -> Tokenizer:
+def train_tokenizer(
+    texts: Iterable[str], *, vocab_size: int, output: Path, wordpiece: bool = False
+) -> Tokenizer:
     """Train a byte-level BPE of exactly ``vocab_size`` tokens, the end-of-document token among
     them, and write it to ``output``. The same texts in the same order give the same file.
+
+    ``wordpiece``: lower-case WordPiece with BERT's five special tokens and its split into words instead.
 
     Raises ``DataError`` when ``vocab_size`` is smaller than the alphabet or the texts are too
     small to yield that many tokens.
@@ -297,6 +305,25 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int, output: Path) -> T
             f"found vocab_size={vocab_size}; expected at least {smallest} "
             "(256 bytes and the end-of-document token)"
         )
+    characters = 0
+
+    def counted() -> Iterator[str]:
+        nonlocal characters
+        for text in texts:
+            characters += len(text)
+            yield text
+
+    trained = (_wordpiece if wordpiece else _byte_level)(counted(), vocab_size)
+    if trained.get_vocab_size() != vocab_size:
+        raise DataError(
+            f"the training texts, {characters:,} characters, yield only {trained.get_vocab_size()} tokens, "
+            f"fewer than vocab_size={vocab_size}; use more text or a smaller vocabulary"
+        )
+    trained.save(str(output), pretty=False)
+    return Tokenizer(output)
+
+
+def _byte_level(texts: Iterable[str], vocab_size: int) -> Any:
     bpe = tokenizers.Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     bpe.decoder = decoders.ByteLevel()
@@ -306,19 +333,47 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int, output: Path) -> T
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    characters = 0
+    bpe.train_from_iterator(texts, trainer=trainer)
+    return bpe
 
-    def counted() -> Iterator[str]:
-        nonlocal characters
-        for text in texts:
-            characters += len(text)
-            yield text
 
-    bpe.train_from_iterator(counted(), trainer=trainer)
-    if bpe.get_vocab_size() != vocab_size:
-        raise DataError(
-            f"the training texts, {characters:,} characters, yield only {bpe.get_vocab_size()} tokens, fewer "
-            f"than vocab_size={vocab_size}; use more text or a smaller vocabulary"
-        )
-    bpe.save(str(output), pretty=False)
-    return Tokenizer(output)
+_COVERED = 0.9995
+"""Share of the text's characters that are in the alphabet; the rest is unknown. SentencePiece's default."""
+_LONGEST_WORD = 200
+"""Characters of a word beyond which it is unknown, as in Megatron-LM."""
+_WORD_BEGIN = "\u2581"
+
+
+def _wordpiece(texts: Iterable[str], vocab_size: int) -> Any:
+    """Merges of a BPE whose words begin with a mark; what does not begin with it continues a word (##).
+
+    The library's own trainer of WordPiece breaks ties in the order of a hash table.
+    """
+    normalizer, words = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()
+    kept = [normalizer.normalize_str(text) for text in texts]
+    counts = sorted(Counter(itertools.chain(*kept)).items(), key=lambda each: (-each[1], each[0]))
+    before = itertools.accumulate((count for _, count in counts), initial=0)
+    limit = _COVERED * sum(count for _, count in counts)
+    alphabet = [
+        each for (each, _), seen in zip(counts, before, strict=False) if seen < limit and not each.isspace()
+    ]
+    bpe = tokenizers.Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.Sequence(
+        [words, pre_tokenizers.Metaspace(replacement=_WORD_BEGIN, prepend_scheme="always")]
+    )
+    initial = [_WORD_BEGIN, *alphabet]
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, initial_alphabet=initial, limit_alphabet=len(initial), show_progress=False
+    )
+    bpe.train_from_iterator(kept, trainer=trainer)
+    merged = sorted(bpe.get_vocab().items(), key=lambda each: each[1])
+    pieces = dict.fromkeys([*_BERT_TOKENS, *alphabet, *("##" + each for each in alphabet)])
+    pieces |= dict.fromkeys(each[1:] if each.startswith(_WORD_BEGIN) else "##" + each for each, _ in merged)
+    pieces.pop("", None)
+    vocabulary = {each: index for index, each in enumerate(itertools.islice(pieces, vocab_size))}
+    made = tokenizers.Tokenizer(
+        models.WordPiece(vocabulary, unk_token="[UNK]", max_input_chars_per_word=_LONGEST_WORD)
+    )
+    made.normalizer, made.pre_tokenizer, made.decoder = normalizer, words, decoders.WordPiece()
+    made.add_special_tokens(_BERT_TOKENS)
+    return made

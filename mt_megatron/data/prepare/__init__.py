@@ -23,6 +23,7 @@ preprocess_plan     what an earlier run left under the same prefix: the same res
                     run, or something else
 reading             the documents of one shard, and what is wrong with the others: never an
                     exception for bad data
+sentences           sentences of a text by one rule, for samples of masked words
 sidecar             the JSON file beside indexed data: which tokenizer made it, from what, with what
                     left out
 streams             lines and whole texts of plain, gzip and Zstandard files, with bounded memory

@@ -7,6 +7,7 @@ does, so it never outlives the process that started it, and it imports neither t
 from __future__ import annotations
 
 import ctypes
+import itertools
 import json
 import os
 import signal
@@ -24,6 +25,7 @@ from mt_megatron.data.prepare.findings import Finding
 from mt_megatron.data.prepare.indexed_files import token_dtype
 from mt_megatron.data.prepare.inputs import InputFile, Unit
 from mt_megatron.data.prepare.reading import Reading, ShardReader, Texts
+from mt_megatron.data.prepare.sentences import split_sentences
 from mt_megatron.errors import MtMegatronError
 
 _BATCH_CHARACTERS = 1 << 20
@@ -32,7 +34,8 @@ _SET_PARENT_DEATH_SIGNAL = 1
 
 
 class ShardWriter:
-    """Encodes documents into the files of one shard: tokens and lengths for each key, and findings.
+    """Encodes documents into the files of one shard: for each key tokens, lengths of sequences and numbers of
+    sequences in a document; and findings.
 
     ``NAME.json`` is written last and says that the others are whole.
     """
@@ -44,6 +47,7 @@ class ShardWriter:
         self._tokenizer = open_tokenizer(kind, model, vocab_size=size, **setup["special_tokens"])
         self._special_tokens_in = getattr(self._tokenizer, "special_tokens_in", lambda text: 0)
         self._dtype = token_dtype(self._tokenizer.vocab_size)
+        self._split = split_sentences if setup["split_sentences"] else lambda text: [text]
         self._end = self._dtype.type(self._tokenizer.eod).tobytes() if setup["append_eod"] else b""
         self._folder = Path(setup["folder"])
         self._reading = Reading(
@@ -61,7 +65,8 @@ class ShardWriter:
         """Make the shard's files; returns what ``NAME.json`` says."""
         self._counts, self._lost_bytes = Counter(), 0
         keys = range(len(self._reading.keys))
-        names = [f"{name}.{key}.{kind}" for key in keys for kind in ("bin", "lengths")] + [f"{name}.findings"]
+        kinds = ("bin", "lengths", "documents")
+        names = [f"{name}.{key}.{kind}" for key in keys for kind in kinds] + [f"{name}.findings"]
         files = [(self._folder / f"{each}.part").open("wb") for each in names]
         self._findings = files[-1]
         sums, tokens, documents, text_bytes, special = [0] * len(keys), [0] * len(keys), 0, 0, 0
@@ -72,10 +77,14 @@ class ShardWriter:
                 kept = self._encoded(batch, unit)
                 documents += len(kept)
                 for key in keys:
-                    block = b"".join(document[key] for document in kept)
-                    lengths = [len(document[key]) // self._dtype.itemsize for document in kept]
-                    files[2 * key].write(block)
-                    files[2 * key + 1].write(np.array(lengths, dtype="<i4").tobytes())
+                    sequences = [sequence for document in kept for sequence in document[key]]
+                    block = b"".join(sequences)
+                    lengths = [len(sequence) // self._dtype.itemsize for sequence in sequences]
+                    counts = [len(document[key]) for document in kept]
+                    for file, content in zip(
+                        files[3 * key :], (block, *_numbers(lengths, counts)), strict=False
+                    ):
+                        file.write(content)
                     sums[key] = zlib.crc32(block, sums[key])
                     tokens[key] += sum(lengths)
         finally:
@@ -106,18 +115,25 @@ class ShardWriter:
         # Names of files need not be UTF-8.
         self._findings.write(json.dumps(finding.as_dict()).encode() + b"\n")
 
-    def _encoded(self, batch: list[Texts], unit: Unit) -> list[list[bytes]]:
-        """The tokens of each document's texts; a document without any is recorded instead."""
-        width = len(self._reading.keys)
-        flat = self._tokenizer.encode_batch([text for texts in batch for text in texts])
-        made: list[list[bytes]] = []
-        for first in range(0, len(flat), width):
-            ids = flat[first : first + width]
-            if any(len(each) == 0 for each in ids):
+    def _encoded(self, batch: list[Texts], unit: Unit) -> list[list[list[bytes]]]:
+        """The tokens of each document's texts, a text being its sentences or one sequence; a document with a
+        text without tokens is recorded instead."""
+        parts = [[self._split(text) for text in texts] for texts in batch]
+        flat = iter(self._tokenizer.encode_batch([part for each in parts for text in each for part in text]))
+        made: list[list[list[bytes]]] = []
+        for document in parts:
+            ids = [[one for one in itertools.islice(flat, len(text)) if len(one)] for text in document]
+            if not all(ids):
                 self._record(Finding(kind="no_tokens", file=unit.files[0].path))
                 continue
-            made.append([np.asarray(each, dtype=self._dtype).tobytes() + self._end for each in ids])
+            made.append([[np.asarray(one, dtype=self._dtype).tobytes() for one in text] for text in ids])
+            for text in made[-1]:
+                text[-1] += self._end
         return made
+
+
+def _numbers(*columns: list[int]) -> list[bytes]:
+    return [np.array(column, dtype="<i4").tobytes() for column in columns]
 
 
 def _batches(documents: Any) -> Any:

@@ -30,10 +30,8 @@ _CODES: dict[int, type[np.generic]] = {
     8: np.uint16,
 }
 _LARGEST_UINT16_VOCABULARY = 65500
-_BLOCK = 1 << 16
-
 Lengths = Callable[[], Iterable[npt.NDArray[np.int32]]]
-"""Gives the lengths of all sequences in pieces; called more than once."""
+"""Gives the lengths of all sequences in pieces, or of all documents; called more than once."""
 
 
 class IndexHeader(NamedTuple):
@@ -57,16 +55,19 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
     return np.dtype(np.uint16 if vocab_size < _LARGEST_UINT16_VOCABULARY else np.int32)
 
 
-def write_index(path: Path, dtype: np.dtype[Any], lengths: Lengths) -> None:
-    """Write the index of sequences of these ``lengths``, one a document, to ``path``.
+def write_index(path: Path, dtype: np.dtype[Any], lengths: Lengths, documents: Lengths | None = None) -> None:
+    """Write the index of sequences of these ``lengths`` to ``path``. ``documents`` gives the number of
+    sequences of each document; None: one.
 
     The bytes are those of Megatron-Core's own ``IndexedDatasetBuilder.finalize``; memory is that of
     one piece of ``lengths``. The file is on the disk when this returns.
     """
     code = next(code for code, kind in _CODES.items() if np.dtype(kind) == dtype)
     count = sum(len(piece) for piece in lengths())
+    held = documents or (lambda: (np.ones_like(piece) for piece in lengths()))
+    borders = 1 + sum(len(piece) for piece in held())
     with path.open("wb") as file:
-        file.write(_HEADER.pack(_MAGIC, 1, code, count, count + 1))
+        file.write(_HEADER.pack(_MAGIC, 1, code, count, borders))
         for piece in lengths():
             file.write(piece.astype("<i4").tobytes())
         offset = 0
@@ -74,33 +75,39 @@ def write_index(path: Path, dtype: np.dtype[Any], lengths: Lengths) -> None:
             ends = offset + np.cumsum(piece.astype(np.int64)) * dtype.itemsize
             file.write((ends - piece.astype(np.int64) * dtype.itemsize).astype("<i8").tobytes())
             offset = int(ends[-1]) if len(ends) else offset
-        for start in range(0, count + 1, _BLOCK):
-            file.write(np.arange(start, min(start + _BLOCK, count + 1), dtype="<i8").tobytes())
+        border = 0
+        file.write(struct.pack("<q", border))
+        for piece in held():
+            ends = border + np.cumsum(piece, dtype="<i8")
+            file.write(ends.tobytes())
+            border = int(ends[-1]) if len(ends) else border
         file.flush()
         os.fsync(file.fileno())
 
 
 class IndexedWriter:
-    """Writes documents one after another; the index needs four bytes of memory for each."""
+    """Writes documents one after another; the index needs eight bytes of memory for each."""
 
     def __init__(self, prefix: Path, vocab_size: int) -> None:
         self.dtype = token_dtype(vocab_size)
         self._prefix = str(prefix)
         self._file = Path(f"{prefix}.bin").open("wb")  # noqa: SIM115 - finish() closes it
-        self._lengths = array("i")
+        self._lengths, self._documents = array("i"), array("i")
 
-    def add(self, tokens: Sequence[int] | npt.NDArray[Any]) -> None:
-        """Append one document."""
-        self._file.write(np.asarray(tokens, dtype=self.dtype).tobytes())
-        self._lengths.append(len(tokens))
+    def add(self, *sequences: Sequence[int] | npt.NDArray[Any]) -> None:
+        """Append one document: its sequences."""
+        for tokens in sequences:
+            self._file.write(np.asarray(tokens, dtype=self.dtype).tobytes())
+            self._lengths.append(len(tokens))
+        self._documents.append(len(sequences))
 
     def finish(self) -> None:
         """Write the index; both files are on the disk when this returns."""
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
-        lengths = np.array(self._lengths, dtype=np.int32)
-        write_index(Path(f"{self._prefix}.idx"), self.dtype, lambda: [lengths])
+        lengths, documents = (np.array(each, dtype=np.int32) for each in (self._lengths, self._documents))
+        write_index(Path(f"{self._prefix}.idx"), self.dtype, lambda: [lengths], lambda: [documents])
 
 
 def read_header(path: Path) -> IndexHeader:

@@ -7,6 +7,7 @@ import os
 import zlib
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,9 +31,9 @@ class Merged(NamedTuple):
     crc32: int
 
 
-def output_prefix(prefix: str, key: str) -> str:
-    """``PREFIX_KEY_document``, as Megatron-LM names it."""
-    return f"{prefix}_{key}_document"
+def output_prefix(prefix: str, key: str, sentences: bool = False) -> str:
+    """``PREFIX_KEY_document``, as Megatron-LM names it; ``PREFIX_KEY_sentence`` of split documents."""
+    return f"{prefix}_{key}_{'sentence' if sentences else 'document'}"
 
 
 def finished_shards(folder: Path) -> list[str]:
@@ -40,8 +41,9 @@ def finished_shards(folder: Path) -> list[str]:
     return sorted(entry.name[: -len(".json")] for entry in folder.glob("*-*.json"))
 
 
-def merge_key(folder: Path, key: int, vocab_size: int) -> Merged:
-    """Join the shards of key number ``key``. Memory is that of one shard's lengths.
+def merge_key(folder: Path, key: int, vocab_size: int, *, sentences: bool = False) -> Merged:
+    """Join the shards of key number ``key``, whose documents are split into ``sentences`` or not. Memory is
+    that of one shard's lengths.
 
     Raises ``DataError`` when a shard is not what its worker wrote (a disk that lost power, a file that is
     missing), having removed it, so that it is made again; ``OSError`` when the disk is full.
@@ -61,17 +63,20 @@ def merge_key(folder: Path, key: int, vocab_size: int) -> Merged:
                     own, crc = zlib.crc32(block, own), zlib.crc32(block, crc)
                     size += output.write(block)
                 tokens = int(_lengths(folder, name, key).sum(dtype=np.int64))
+                if sentences and _lengths(folder, name, key, "documents").size != summary["documents"]:
+                    tokens = -1
             if own != summary["crc32"][key] or tokens != summary["tokens"][key]:
                 raise _damaged(folder, name)
         output.flush()
         os.fsync(output.fileno())
 
-    def lengths() -> Iterator[npt.NDArray[np.int32]]:
+    def pieces(kind: str) -> Iterator[npt.NDArray[np.int32]]:
         for name in names:
-            yield _lengths(folder, name, key)
+            yield _lengths(folder, name, key, kind)
 
     index = folder / f"merged.{key}.idx"
-    write_index(index, dtype, lengths)
+    documents = partial(pieces, "documents") if sentences else None
+    write_index(index, dtype, partial(pieces, "lengths"), documents)
     return Merged(bin=target, idx=index, tokens=size // dtype.itemsize, dtype=dtype.name, crc32=crc)
 
 
@@ -82,8 +87,8 @@ def _damaged(folder: Path, name: str) -> DataError:
     )
 
 
-def _lengths(folder: Path, name: str, key: int) -> npt.NDArray[np.int32]:
-    return np.fromfile(folder / f"{name}.{key}.lengths", dtype="<i4")
+def _lengths(folder: Path, name: str, key: int, kind: str = "lengths") -> npt.NDArray[np.int32]:
+    return np.fromfile(folder / f"{name}.{key}.{kind}", dtype="<i4")
 
 
 def findings_of(folder: Path, report: Path, shown: list[str], *, limit: int) -> int:

@@ -31,6 +31,7 @@ from mt_megatron.data.prepare.corpus import (
 )
 from mt_megatron.data.prepare.indexed_files import IndexedWriter, last_token
 from mt_megatron.data.prepare.ngram import Baselines, NgramModel, read_tokens
+from mt_megatron.data.prepare.sentences import split_sentences as sentences_of
 from mt_megatron.errors import DataError
 
 _MANIFEST = "corpus.json"
@@ -99,6 +100,8 @@ class _Options:
     """The id with which that tokenizer ends documents: not part of its identity."""
     truncation_and_padding: str | None
     """That of the tokenizer (``Tokenizer.truncation_and_padding``)."""
+    split_sentences: bool | None = None
+    """True or None, which manifests of earlier versions say as well."""
 
 
 def prepare_corpus(
@@ -109,6 +112,7 @@ def prepare_corpus(
     max_train_tokens: int | None = DEFAULT_MAX_TRAIN_TOKENS,
     validation_fraction: float = DEFAULT_VALIDATION_FRACTION,
     tokenizer: Path | None = None,
+    split_sentences: bool = False,
     force: bool = False,
     log: Log = print,
     advance: Advance = _nobody,
@@ -120,6 +124,9 @@ def prepare_corpus(
     training documents only, or taken from ``tokenizer`` (then ``vocab_size`` is not used); of a
     folder, its further files (``TOKENIZER_FILES``) are copied as well. Reading stops after the
     document that reaches ``max_train_tokens``; None reads everything.
+
+    With ``split_sentences`` the data are for BERT: each sentence is a sequence of its own, documents have no
+    end token, and the tokenizer that is trained is a lower-case WordPiece.
 
     A folder that already holds this very corpus is left as it is. Processes that start together
     wait for one another, or, on storage without file locks, make the same files each for itself;
@@ -143,6 +150,7 @@ def prepare_corpus(
         tokenizer=given.identity if given is not None else None,
         eod=given.eod if given is not None else None,
         truncation_and_padding=given.truncation_and_padding if given is not None else None,
+        split_sentences=split_sentences or None,
     )
     output_dir = output_dir.absolute()
     # A folder of texts may hold the output, which is none of them; symbolic links may lead to either.
@@ -334,9 +342,11 @@ def _build(
         # A tokenizer.json that is opened alone does not read tokenizer_config.json beside it.
         tokenizer = Tokenizer(building / "tokenizer.json", eod_token=given.eod_token)
     else:
-        log(f"data: training a byte-level BPE of {options.vocab_size:,} tokens")
-        texts = _training_texts(source, fraction, advance)
-        tokenizer = train_tokenizer(texts, vocab_size=options.vocab_size, output=building / "tokenizer.json")
+        wordpiece = bool(options.split_sentences)
+        kind = "WordPiece" if wordpiece else "byte-level BPE"
+        log(f"data: training a {kind} of {options.vocab_size:,} tokens")
+        texts, output = _training_texts(source, fraction, advance), building / "tokenizer.json"
+        tokenizer = train_tokenizer(texts, vocab_size=options.vocab_size, output=output, wordpiece=wordpiece)
     log("data: encoding")
     skipped: list[Skipped] = []
     documents, tokens, special = _encode(source, options, fraction, tokenizer, building, skipped, advance)
@@ -459,20 +469,24 @@ def _encode(
     skipped: list[Skipped],
     advance: Advance,
 ) -> tuple[dict[Split, int], dict[Split, int], int]:
-    """Write both splits, one document per sequence with its end; returns documents, tokens, and how many
-    special tokens the texts name."""
+    """Write both splits, one document per sequence with its end, or its sentences; returns documents, tokens,
+    and how many special tokens the texts name."""
     splits: tuple[Split, ...] = ("train", "valid")
     writers = {split: IndexedWriter(folder / split, tokenizer.vocab_size) for split in splits}
     documents: dict[Split, int] = dict.fromkeys(splits, 0)
     tokens: dict[Split, int] = dict.fromkeys(splits, 0)
     total, done, special = _bytes(source), 0, 0
     limit = options.max_train_tokens
-    for document, ids in _encoded(read_documents(source, skipped), tokenizer):
+    parts = sentences_of if options.split_sentences else _whole
+    for document, ids in _encoded(read_documents(source, skipped), tokenizer, parts):
         split = split_of(document.name, fraction)
-        writers[split].add([*ids, tokenizer.eod])
+        if not options.split_sentences:
+            ids[-1].append(tokenizer.eod)
+        sequences = list(filter(None, ids))
+        writers[split].add(*sequences)
         documents[split] += 1
         special += tokenizer.special_tokens_in(document.text)
-        tokens[split] += len(ids) + 1
+        tokens[split] += sum(map(len, sequences))
         done += len(document.text.encode())
         # Whichever ends the pass first: the text, or the limit on tokens.
         share = 0.0 if limit is None else tokens["train"] / limit
@@ -485,9 +499,20 @@ def _encode(
     return documents, tokens, special
 
 
-def _encoded(documents: Iterator[Document], tokenizer: Tokenizer) -> Iterator[tuple[Document, list[int]]]:
+def _whole(text: str) -> list[str]:
+    return [text]
+
+
+def _encoded(
+    documents: Iterator[Document], tokenizer: Tokenizer, parts: Callable[[str], list[str]]
+) -> Iterator[tuple[Document, list[list[int]]]]:
+    """Each document with the tokens of its ``parts``."""
     while batch := list(islice(documents, _BATCH)):
-        yield from zip(batch, tokenizer.encode_batch([document.text for document in batch]), strict=True)
+        texts = [parts(document.text) for document in batch]
+        flat = iter(tokenizer.encode_batch([part for each in texts for part in each]))
+        yield from (
+            (document, list(islice(flat, len(each)))) for document, each in zip(batch, texts, strict=True)
+        )
 
 
 def _baselines(folder: Path, vocab_size: int) -> tuple[NgramModel, Baselines]:

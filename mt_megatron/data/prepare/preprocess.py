@@ -102,7 +102,11 @@ def publish(
         )
     prefix = options.output_prefix
     try:
-        merged = [merge_key(folder, key, tokenizer.vocab_size) for key in range(len(options.json_keys))]
+        sentences = options.split_sentences
+        merged = [
+            merge_key(folder, key, tokenizer.vocab_size, sentences=sentences)
+            for key in range(len(options.json_keys))
+        ]
         report_path = None
         if report is not None:
             report_path = f"{prefix}_problems.jsonl"
@@ -113,7 +117,14 @@ def publish(
             os.replace(folder / "published.json", model)
         for key, made in zip(options.json_keys, merged, strict=True):
             _publish_key(
-                output_prefix(prefix, key), made, options, plan, tokenizer, model, tally, report_path
+                output_prefix(prefix, key, sentences),
+                made,
+                options,
+                plan,
+                tokenizer,
+                model,
+                tally,
+                report_path,
             )
     except OSError as error:
         raise DataError(
@@ -122,6 +133,7 @@ def publish(
         ) from error
     remove_folder(folder)
     tokens = tuple(made.tokens for made in merged)
+    prefixes = tuple(output_prefix(prefix, key, sentences) for key in options.json_keys)
     if tally.special_tokens:
         split = options.special_tokens["split_special_tokens"]
         progress.say(
@@ -130,10 +142,10 @@ def publish(
         )
     progress.say(
         f"{tally.documents:,} documents, {' + '.join(f'{count:,}' for count in tokens)} tokens in "
-        + ", ".join(output_prefix(prefix, key) for key in options.json_keys)
+        + ", ".join(prefixes)
     )
     return Result(
-        prefixes=tuple(output_prefix(prefix, key) for key in options.json_keys),
+        prefixes=prefixes,
         documents=tally.documents,
         tokens=tokens,
         counts=dict(tally.counts),
@@ -168,6 +180,7 @@ def _publish_key(
         "dtype": made.dtype,
         "bin_crc32": made.crc32,
         "append_eod": options.append_eod,
+        "split_sentences": options.split_sentences,
         "left_out": {kind: count for kind, count in sorted(tally.counts.items()) if kind in LEFT_OUT},
         "lost_bytes": tally.lost_bytes,
         "noticed": {kind: count for kind, count in sorted(tally.counts.items()) if kind not in LEFT_OUT},
@@ -209,7 +222,7 @@ def preprocess(options: PreprocessOptions, progress: Progress) -> Result:
         size, resumed = adopt_plan(folder, plan, files)
         work = list(units(files, size, text_documents=options.text_documents))
         tokenizer, model = _tokenizer(options, folder, work, size, progress)
-        if not options.append_eod:
+        if not options.append_eod and not options.split_sentences:
             progress.say("documents end without an end-of-document token (no --append-eod)")
         tally = Tally(total_bytes=sum(file.size for file in files))
         _encode(options, folder, work, size, model, tally, progress, resumed)
@@ -311,6 +324,7 @@ def _encode(
         "special_tokens": options.special_tokens,
         "folder": str(folder),
         "append_eod": options.append_eod,
+        "split_sentences": options.split_sentences,
         "keys": list(options.json_keys),
         "max_document_bytes": options.max_document_bytes,
         "text_documents": options.text_documents,

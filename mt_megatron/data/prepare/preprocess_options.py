@@ -48,6 +48,10 @@ class PreprocessOptions:
     train_bpe: int | None = None
     """Train a byte-level BPE of so many tokens on the input instead."""
 
+    split_sentences: bool = False
+    """Whether the sentences of a document are sequences of their own, by ``sentences.split_sentences``, and
+    no special tokens are added: samples of masked words bring their own."""
+
     append_eod: bool = False
     """Whether each document ends with the tokenizer's end-of-document token."""
 
@@ -68,7 +72,7 @@ class PreprocessOptions:
         """Both choices in force: a trained tokenizer, and other types, add and match none."""
         published = self.tokenizer_type == "HuggingFaceTokenizer" and self.train_bpe is None
         return {
-            "include_special_tokens": published and self.include_special_tokens,
+            "include_special_tokens": published and self.include_special_tokens and not self.split_sentences,
             "split_special_tokens": not published or self.split_special_tokens,
         }
 

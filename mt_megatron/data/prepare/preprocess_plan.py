@@ -22,7 +22,11 @@ from mt_megatron.errors import DataError
 
 _PLAN = "plan.json"
 _LOCK = ".lock"
-_WITHOUT_A_CHOICE = {"include_special_tokens": False, "split_special_tokens": True}
+_WITHOUT_A_CHOICE = {
+    "include_special_tokens": False,
+    "split_special_tokens": True,
+    "split_sentences": False,
+}
 _KEPT_BY = {
     ("include_special_tokens", False): " (--tokenizer-hf-no-include-special-tokens keeps it)",
     ("split_special_tokens", True): " (--split-special-tokens keeps it)",
@@ -50,7 +54,7 @@ def is_output(options: PreprocessOptions, path: str) -> bool:
     links may lead to either."""
     folder, name = os.path.split(options.output_prefix)
     prefix, path = os.path.join(os.path.realpath(folder), name), os.path.realpath(path)
-    pairs = [output_prefix(prefix, key) for key in options.json_keys]
+    pairs = [output_prefix(prefix, key, options.split_sentences) for key in options.json_keys]
     made = {each + suffix for each in pairs for suffix in (".bin", ".idx", ".json")}
     made |= {f"{prefix}_problems.jsonl", f"{prefix}_tokenizer.json"}
     return path in made or path.startswith(f"{prefix}.preprocess{os.sep}")
@@ -58,7 +62,9 @@ def is_output(options: PreprocessOptions, path: str) -> bool:
 
 def already_made(options: PreprocessOptions, plan: dict[str, Any], folder: Path) -> Result | None:
     """The finished result, when it is there and is this one."""
-    prefixes = [output_prefix(options.output_prefix, key) for key in options.json_keys]
+    prefixes = [
+        output_prefix(options.output_prefix, key, options.split_sentences) for key in options.json_keys
+    ]
     found = [read_sidecar(prefix) for prefix in prefixes]
     if folder.exists() and not all(found):
         return None
@@ -114,7 +120,7 @@ def overwrite(options: PreprocessOptions) -> None:
     with locked(folder, lambda line: None):  # The run that follows says it.
         Path(options.output_prefix + "_problems.jsonl").unlink(missing_ok=True)
         for key in options.json_keys:
-            prefix = output_prefix(options.output_prefix, key)
+            prefix = output_prefix(options.output_prefix, key, options.split_sentences)
             for path in (sidecar_path(prefix), Path(prefix + ".bin"), Path(prefix + ".idx")):
                 path.unlink(missing_ok=True)
         remove_folder(folder)

@@ -155,6 +155,16 @@ def _get(original: Callable[..., Any], self: Any, idx: Any, offset: Any = 0, len
     return original(self, idx, int(offset), length)
 
 
+def _masked_words(original: Callable[..., dict[str, Any]], self: Any, idx: int) -> dict[str, Any]:
+    """Masks and token types are padded with the padding token's id, which not every vocabulary has at 0."""
+    import numpy
+
+    sample = original(self, idx)
+    length = numpy.trim_zeros(sample["text"] - self.config.tokenizer.pad, "b").size
+    sample["padding_mask"][length:] = sample["types"][length:] = 0
+    return sample
+
+
 def patches(backend: Backend) -> list[Patch]:
     return [
         Patch(
@@ -209,6 +219,16 @@ def patches(backend: Backend) -> list[Patch]:
             "overwritten in place (NVIDIA/Megatron-LM #1269, #1711, #6981)",
             body=_sample,
             digest="7ca1b441b2a05b70d827751f6fea1bfd583cb88606f60e3cf0dd080d020f455c",
+        ),
+        Patch(
+            id="errata.masked_words_padding",
+            target="megatron.core.datasets.bert_dataset:BERTMaskedWordPieceDataset.__getitem__",
+            kind="wrap",
+            feature="errata",
+            reason="where the id of the padding token is not 0 tokens attend to padding, which has another "
+            "token type (no issue upstream)",
+            body=_masked_words,
+            digest="9dc2b5c91140ea73384b0baf5055932b845e5e52fb09723a8dcf8d1192f526d2",
         ),
         Patch(
             id="errata.reduce_strided",

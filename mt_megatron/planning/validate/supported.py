@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping
+from typing import Any
 
 from mt_megatron.backends.registry import check_name
 from mt_megatron.config.schema import TrainingConfig
@@ -116,6 +117,20 @@ UNSUPPORTED: Mapping[str, str] = {
 
 _WITHOUT_LATENT_ATTENTION = ("llama", "mixtral", "qwen")
 
+_NOT_OF_BERT: Mapping[str, Any] = {
+    "num_moe_experts": None,
+    "mtp_num_layers": None,
+    "multi_latent_attention": False,
+    "qk_layernorm": False,
+    "window_size": None,
+    "mock_data": False,
+    "reset_position_ids": False,
+    "reset_attention_mask": False,
+    "eod_mask_loss": False,
+    "context_parallel_size": 1,
+}
+"""Option -> the only value with which ``BertModel`` and the samples of masked words do what it says."""
+
 _PACKAGES = (("tensorboard_dir", "tensorboard", "tensorboard"), ("wandb_project", "wandb", "wandb"))
 """Option, the package that it needs, and the extra of this project that brings it."""
 
@@ -148,6 +163,21 @@ def support_problems(config: TrainingConfig, *, packages: bool = True) -> list[s
             f"multi_latent_attention is on; expected off: the family {config.model.family} has none. Leave "
             "--multi-latent-attention out or choose --family deepseek."
         )
+    if config.model.masked_words:
+        found += [
+            f"{name} is {values[name]}; expected {value}: the family bert has nothing else. Leave "
+            f"{options()[name].flag} out or choose another --family."
+            for name, value in _NOT_OF_BERT.items()
+            if (values[name] or value) != value
+        ]
+        found += [
+            f"{name} is {values[name]}; expected {range_}. Set {options()[name].flag}."
+            for name, range_, fits in (
+                ("mask_prob", "0 < share < 1", 0 < config.data.mask_prob < 1),
+                ("short_seq_prob", "0 <= share <= 1", 0 <= config.data.short_seq_prob <= 1),
+            )
+            if not fits
+        ]
     if config.model.family == "llama" and config.model.num_moe_experts is not None:
         found.append(
             f"num_moe_experts is {config.model.num_moe_experts}; expected none: the family llama is dense. "

@@ -75,6 +75,8 @@ def request_from(arguments: Mapping[str, Any], trainer: Trainer) -> Request:
     """The request in ``arguments``: ``prompt`` (text) or ``ids``, and maybe ``n``, ``temperature``,
     ``top_k``, ``seed``, ``report``, ``stop_at_end``, ``attention`` ({"layers", "heads"}). Raises
     ``ConfigError``."""
+    if not all(hasattr(chunk, "decoder") for chunk in trainer.bare_chunks()):
+        raise ConfigError("found a model without a decoder; expected one that predicts the next token")
     known = ("prompt", "ids", "n", "temperature", "top_k", "seed", "report", "stop_at_end", "attention")
     for key in arguments:
         if key not in known:

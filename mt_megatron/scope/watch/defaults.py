@@ -30,7 +30,8 @@ ATTENTION_ROWS = 16
 MOST_LOGITS = 2**26
 """Attention logits of one call of one layer on all its ranks; with more there are fewer rows."""
 
-_AROUND_LAYERS = ("embedding", "decoder.final_layernorm")
+_AROUND_LAYERS = ("embedding", "decoder.final_layernorm", "encoder.final_layernorm")
+_STACKS = ("decoder.layers", "encoder.layers")
 _WITHIN_LAYER = ("self_attention", "mlp")
 
 
@@ -81,7 +82,7 @@ class Defaults:
         for path, layer in self._layers:
             # Of layers that follow each other the one's output is the other's input, in one call of a chunk.
             stack, _, number = path.rpartition(".")
-            before = looks.get(f"{stack}.{int(number) - 1}") if stack == "decoder.layers" else None
+            before = looks.get(f"{stack}.{int(number) - 1}") if stack in _STACKS else None
             look = looks[path] = _Layer(path, parts, self._place, before)
             opened.append(taps.watch(layer, before=look.before, after=look.after, live=True, told=told))
         for path, module in self._modules:

@@ -88,7 +88,7 @@ def unit_of(name: str) -> str:
     parts = name.split(".")
     if "layers" in parts[:-1]:
         return ".".join(parts[: parts.index("layers") + 2])
-    return ".".join(parts[:2]) if parts[0] in ("decoder", "mtp") else parts[0]
+    return ".".join(parts[:2]) if parts[0] in ("decoder", "encoder", "mtp") else parts[0]
 
 
 def shares_of(chunks: Sequence[Any], optimizer: Any, place: Place) -> list[Share]:

@@ -149,15 +149,16 @@ def is_layer(path: str, module: nn.Module) -> bool:
 def own_modules(chunks: Sequence[Any]) -> Iterator[tuple[str, nn.Module]]:
     """``taps.named_modules``, but each path of the whole model on one pipeline stage and chunk alone.
 
-    Every chunk has a ``decoder``, whose output is the model's on the last one. The last stage has a copy of
-    the embedding where weights are tied or prediction depths take tokens from it.
+    Every chunk has a ``decoder`` or an ``encoder``, whose output is the model's on the last one. The last
+    stage has a copy of the embedding where weights are tied or prediction depths take tokens from it.
     """
     for chunk in chunks:
         bare = unwrapped(chunk)
         is_first, is_last = (bool(getattr(bare, name, True)) for name in ("pre_process", "post_process"))
         for path, module in taps.named_modules([chunk]):
             part = path.partition(".")[0] if taps.layer_of(path) is None else ""
-            if (part not in ("embedding", "rotary_pos_emb") or is_first) and (part != "decoder" or is_last):
+            within = part not in ("decoder", "encoder")
+            if (part not in ("embedding", "rotary_pos_emb") or is_first) and (within or is_last):
                 yield path, module
 
 
