@@ -88,6 +88,7 @@ class Reporter:
         self.say(test=report.nodeid, when=report.when, outcome=report.outcome, text=_text(report))
 
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
+        gc.collect()  # models of tests that are over are cycles
         self.say(ends=nodeid, outcome=self._outcome)
         self._store.set(f"unit/{self._met}/{self._rank}", self._outcome)
         outcomes = {self._store.get(f"unit/{self._met}/{rank}") for rank in range(self._ranks)}
@@ -255,7 +256,9 @@ def _become(request: dict[str, Any], rank: int) -> None:
         PYTEST_DEBUG_TEMPROOT=str(folder),
         PYTEST_DISABLE_PLUGIN_AUTOLOAD="1",  # some take seconds to import
     )
-    resource.setrlimit(resource.RLIMIT_DATA, (request["memory"], request["memory"]))
+    # What was there before the fork is shared.
+    limit = request["memory"] + resource.getpagesize() * int(Path("/proc/self/statm").read_text().split()[5])
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     tempfile.tempdir = None
     random.seed()
     if "numpy" in sys.modules:
