@@ -18,6 +18,7 @@ import torch.distributed as dist
 import mt_megatron
 from mt_megatron.launching.scripts.choice import Recorded
 from mt_megatron.launching.scripts.recording import record
+from mt_megatron.scope.control import control
 from mt_megatron.scope.control.commands import answered, leave
 from mt_megatron.seams import events, script
 
@@ -105,6 +106,7 @@ def _hooks() -> int:
 def command(folder: str) -> dict[str, Any]:
     """A script of one process that is paused, perturbed and asked for what it cannot do."""
     made = _script()
+    control.LOOK_SECONDS = 0.05  # a dozen commands, one after the other
     observer = _recording(folder)
     answers: dict[str, Any] = {}
     scope = Path(folder) / "scope"
@@ -145,7 +147,7 @@ def command(folder: str) -> dict[str, Any]:
     sys.modules["megatron.core.parallel_state"].initialize_model_parallel()
     thread = threading.Thread(target=commander)
     thread.start()
-    made.train(200, seconds=0.1, until=lambda: not thread.is_alive())
+    made.train(600, seconds=0.02, until=lambda: not thread.is_alive())
     observer.end(os.getpid())
     thread.join(30)
     return answers

@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 import mt_megatron
 from mt_megatron.launching.scripts.choice import Recorded, is_main
 from mt_megatron.launching.scripts.script_trainer import Ranks, ScriptTrainer, megatron_lm
-from mt_megatron.parallel.rank_layout import layout_of_groups, place_in_groups
+from mt_megatron.parallel.rank_layout import RankLayout, layout_of_groups, place_in_groups
 from mt_megatron.scope.interfaces import Facts, Options, StepFigures
 from mt_megatron.seams import events, script
 from mt_megatron.training.lr import learning_rate
@@ -99,9 +99,6 @@ class Recording:
         if self._missed:
             self._missed = "no training step was made by a schedule of get_forward_backward_func"
 
-    def groups_end(self) -> None:
-        self.close()
-
     def schedule(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._end_step()
         if self._ranks is None or kwargs.get("forward_only"):
@@ -110,8 +107,8 @@ class Recording:
             self._open(self._ranks, kwargs)
         if self._trainer is None:
             return run(*args, **kwargs)
-        number, tokens = self._trainer.iteration + 1, _samples(kwargs) * int(kwargs["seq_length"])
-        self._step, self._updating = _Step(number=number, tokens=tokens), None
+        number, samples = self._trainer.iteration + 1, _samples(kwargs, self._trainer.layout)
+        self._step, self._updating = _Step(number=number, tokens=samples * int(kwargs["seq_length"])), None
         self._trainer.scheduler = self._scheduler
         self._scope.begin_step(number)
         events.begin("step", iteration=number)
@@ -168,7 +165,7 @@ class Recording:
                 seq_length=int(call["seq_length"]),
                 micro_batch_size=int(call["micro_batch_size"]),
             )
-            trainer.iteration, counted = self._steps_made(_samples(call))
+            trainer.iteration, counted = self._steps_made(_samples(call, layout))
         except Exception as error:  # noqa: BLE001 - whatever it is, the script goes on, on all ranks alike
             problem = f"rank {ranks.rank}: {type(error).__name__}: {error}"
         problem = next((each for each in gathered(problem) if each is not None), None)
@@ -206,7 +203,7 @@ class Recording:
                 facts=Facts(
                     micro_batch_size=trainer.micro_batch_size,
                     seq_length=trainer.seq_length,
-                    global_batch_size=_samples(call),
+                    global_batch_size=_samples(call, trainer.layout),
                     model={**trainer.facts(), "interval": asked.interval},
                 ),
                 **of_rank,
@@ -240,6 +237,8 @@ class Recording:
         self._ranks = self._trainer = self._updating = None
         self._opened = False
         self._scan, self._scope = Tracing(), Scope()
+
+    groups_end = close
 
     def end(self, process: int) -> None:
         """``process`` ends, which may be another one: a child that was forked off it."""
@@ -329,9 +328,6 @@ def loss_sums(reports: Any) -> tuple[float, float]:
     return total, weight
 
 
-def _samples(call: Mapping[str, Any]) -> int:
+def _samples(call: Mapping[str, Any], layout: RankLayout) -> int:
     """Sequences of the step that a schedule was called for with ``call``."""
-    from megatron.core import parallel_state
-
-    copies = parallel_state.get_data_parallel_world_size()
-    return int(call["num_microbatches"]) * int(call["micro_batch_size"]) * int(copies)
+    return int(call["num_microbatches"]) * int(call["micro_batch_size"]) * layout.dp

@@ -79,7 +79,7 @@ class ScriptTrainer:
         self.rank = ranks.rank
         self.backend, self.layout, self.at = backend, layout, at
         self.seq_length, self.micro_batch_size = seq_length, micro_batch_size
-        self._ranks = ranks
+        self.sum_over_ranks = ranks.sum
 
     def facts(self) -> dict[str, Any]:
         """Name, sizes and precision of the model."""
@@ -99,9 +99,6 @@ class ScriptTrainer:
 
     def bare_chunks(self) -> list[torch.nn.Module]:
         return [unwrapped(chunk) for chunk in self.chunks]
-
-    def sum_over_ranks(self, values: list[float]) -> list[float]:
-        return self._ranks.sum(values)
 
     def rest(self, where: str) -> None:
         pass
