@@ -108,12 +108,14 @@ class Defaults:
         return self._chosen[form]
 
     def _places_of(self, inputs: AttentionInputs) -> Tensor:
-        count = self._rows
-        device = inputs.query.device
-        wanted = (torch.arange(1, count + 1, device=device) * self._place.seq_length) // count - 1
+        device, here = inputs.query.device, inputs.query.size(0)
+        # A decoder beside an encoder has sequences of a length of its own.
+        length = here if inputs.context_size == 1 else self._place.seq_length
+        count = min(self._rows, length)
+        wanted = (torch.arange(1, count + 1, device=device) * length) // count - 1
         if inputs.context_size == 1:
             return wanted
-        own = self._place.positions(inputs.query.size(0), device)
+        own = self._place.positions(here, device)
         # Chunks of a rank lie apart, in the order of positions.
         at = torch.searchsorted(own, wanted).clamp_(max=own.numel() - 1)
         return at[own[at] == wanted]

@@ -20,7 +20,7 @@ from mt_megatron.scope.format.statistics import HISTOGRAM_BINS, OUTLIERS, STATIS
 from mt_megatron.scope.format.tokens import combined
 from mt_megatron.scope.watch.asked import Target, _Maps, _statistic, _Take
 from mt_megatron.scope.watch.attention_rows import row_statistics
-from mt_megatron.scope.watch.defaults import _activation
+from mt_megatron.scope.watch.defaults import Defaults, _activation
 from mt_megatron.scope.watch.head import Head
 from mt_megatron.scope.watch.parts import Parts
 from mt_megatron.scope.watch.requests import KINDS, MOST_REQUESTS, parse, parse_all, unknown
@@ -83,6 +83,18 @@ def test_tables_of_embeddings_have_sequences_first(asked: str) -> None:
             take.gradient(lambda: None, call, output, 0)
         (held,) = kept.held
         assert torch.equal(held.data, sequences_first[1])
+
+
+@pytest.mark.parametrize(("length", "rows"), [(3, [0, 1, 2]), (32, list(range(1, 32, 2))), (64, None)])
+def test_rows_of_a_decoder_are_spread_over_its_own_length(length: int, rows: list[int] | None) -> None:
+    """An encoder's sequences have 64 tokens, and so say the sizes of the step."""
+    layout = RankLayout(world_size=1)
+    place = Place(
+        layout=layout, at=layout.coordinates(0), sequence_parallel=False, micro_batch_size=2, seq_length=64
+    )
+    query: Any = SimpleNamespace(query=torch.empty(length, 2, 1, 4), context_rank=0, context_size=1)
+    (found,) = Defaults([], place, heads=1, told=lambda text: None)._rows_of(query)
+    assert found.places.tolist() == (rows or list(range(3, 64, 4)))
 
 
 def _head() -> Head:
