@@ -20,6 +20,8 @@ _SIZES = (
 MODELS = {
     "pretrain_gpt.py": f"{_SIZES} --tokenizer-type NullTokenizer --vocab-size 4351 --transformer-impl local",
     "pretrain_bert.py": f"{_SIZES} --tokenizer-type BertWordPieceLowerCase",
+    "pretrain_t5.py": f"{_SIZES} --tokenizer-type BertWordPieceLowerCase --vocab-extra-ids 256 "
+    "--decoder-seq-length 32",
 }
 """Script -> the arguments of its model."""
 SCHEDULE = (

@@ -148,6 +148,30 @@ CASES = (
         )
     ),
     Case(name="bert-dropout", script="pretrain_bert.py", arguments=(*DROPOUT, *PER_RANK)),
+    *(
+        Case(
+            name=f"t5{name}",
+            script="pretrain_t5.py",
+            ranks=2 if layout else 1,
+            arguments=(*NO_DROPOUT, *DISTRIBUTED, "--transformer-impl", spec, *layout.split()),
+            continues=f"t5{kind}" if layout else "",
+        )
+        for spec, kind in (("transformer_engine", ""), ("local", "-local"))
+        for layout, name in (
+            ("", kind),
+            ("--tensor-model-parallel-size 2 --sequence-parallel", f"{kind}-tp2"),
+            # A stage of the encoder and one of the decoder, whose random states 0.9 does not load.
+            ("--encoder-pipeline-model-parallel-size 1 --no-load-rng", f"{kind}-pp2"),
+        )
+    ),
+    Case(
+        name="t5-pp2-split",
+        script="pretrain_t5.py",
+        ranks=2,
+        arguments=(*PIPELINED, "--pipeline-model-parallel-split-rank", "1", "--no-load-rng"),
+        same_as="t5-pp2",
+    ),
+    Case(name="t5-dropout", script="pretrain_t5.py", arguments=(*DROPOUT, *PER_RANK)),
 )
 
 
