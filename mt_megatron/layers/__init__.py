@@ -12,6 +12,7 @@ loss/               output layer and cross-entropy in one, in blocks of tokens
 moe/                router, token permutation and dispatch, grouped and shared experts
 mla/                multi-latent attention
 block_spec          specs of a block whose layers differ: experts or dense, kind of attention
+te/                 names of Transformer Engine's layers where that is absent
 mtp/                multi-token prediction
 shared_embedding    weights of the first and the last stage where both are on one rank
 transformer_checks  checks of the added fields

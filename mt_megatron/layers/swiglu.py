@@ -43,5 +43,6 @@ class _SwiGLU(torch.autograd.Function):
         torch.mul(F.silu(gate), grad_output, out=grad_up)
         grad_bias = None
         if bias is not None and ctx.needs_input_grad[1]:
-            grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0)
+            # Experts' linears give each row its own.
+            grad_bias = grad if bias.shape == grad.shape else grad.reshape(-1, grad.shape[-1]).sum(0)
         return grad, grad_bias, None

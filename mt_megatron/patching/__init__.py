@@ -9,6 +9,7 @@ prior_changes        targets that other code changed before
 engine               carries a plan out, at once and at later imports; takes it back
 dataclass_fields     the kind ``fields``: more keyword-only fields of a dataclass
 scoped               the kind ``rebind``: what some modules mean by a name
+served               the kind ``module``: modules that cannot be imported by themselves
 scope                which modules a redirection reaches
 hooks                calls back when a watched module was executed
 importlib_bootstrap  import statements that answer with a view

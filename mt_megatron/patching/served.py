@@ -58,9 +58,14 @@ class ServedModules(Loader):
             names = vars(guard.module)
             values = [vars(served[owner]).get(name) for owner, name, _ in guard.imported if owner in served]
             held = [names.get(alias) for owner, _, alias in guard.imported if owner in served]
-            if any(value is not None and value is own for value, own in zip(values, held, strict=True)):
-                for name, (old, new) in guard.run(guard.otherwise, without=guard.bound).items():
-                    Attribute(guard.module, name).swap(old, new)
+            if not any(value is not None and value is own for value, own in zip(values, held, strict=True)):
+                continue
+            try:
+                names_without = guard.run(guard.otherwise, without=guard.bound)
+            except Exception:  # noqa: BLE001
+                continue  # the module would not be there without
+            for name, (old, new) in names_without.items():
+                Attribute(guard.module, name).swap(old, new)
         for name, module in served.items():
             package, _, last = name.rpartition(".")
             if (parent := sys.modules.get(package)) is not None and vars(parent).get(last) is module:

@@ -6,7 +6,6 @@ manager) never need torch, and a script may set variables that torch reads when 
 
 from __future__ import annotations
 
-import inspect
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,7 +27,11 @@ from mt_megatron.patching.scope import Scope
 _NEEDED_BY_MEGATRON_LM = ("six", "regex")
 """Imported by Megatron-LM's tokenizers whatever tokenizer is chosen; Megatron-Core does not need them."""
 
-_NO_ENGINE = "this needs Transformer Engine, which is not installed"
+_NO_ENGINE = (
+    "this imports the package transformer_engine itself, which is not installed; only its names in "
+    "Megatron-Core are there without it. Leave out the option that asks for it (--tp-comm-overlap, "
+    "--fp8-param-gather, --use-legacy-models), or install it"
+)
 
 
 # Tracebacks that end a script do not show the import wrapper and the import hook.
@@ -51,7 +54,7 @@ def keep_clean() -> None:
 def advice(error: BaseException) -> str | None:
     """Advice on an error by which Megatron-LM's own source ends when something optional is absent."""
     if isinstance(error, ModuleNotFoundError) and error.name == "transformer_engine":
-        return f"{_NO_ENGINE}, and no option replaces it in this script"
+        return _NO_ENGINE
     frames = list(_frames(error.__traceback__))
     if not any(str(frame.f_globals.get("__name__")).startswith("megatron.") for frame in frames):
         return None
@@ -60,22 +63,7 @@ def advice(error: BaseException) -> str | None:
             f"Megatron-LM needs the package {error.name}: pip install 'mt_megatron[megatron-lm]' "
             f"(or pip install {' '.join(_NEEDED_BY_MEGATRON_LM)})"
         )
-    if isinstance(error, NameError) and error.name is not None and error.name.startswith("TE"):
-        if _has_local_layers(frames[-1]):
-            return f"{_NO_ENGINE}: --transformer-impl local"
-        return f"{_NO_ENGINE}, and --transformer-impl local does not replace it in this script"
     return None
-
-
-def _has_local_layers(frame: FrameType) -> bool:
-    """Whether the module where a class of Transformer Engine was missing makes layers without it too, in a
-    function for local layers that the options did not ask for yet."""
-    known = frame.f_globals
-    local = [inspect.unwrap(value) for name, value in known.items() if "local" in name and callable(value)]
-    names = {name for made in local for name in getattr(made, "__code__", frame.f_code).co_names}
-    complete = bool(local) and not any(name.startswith("TE") and name not in known for name in names)
-    asked = any(argument.rpartition("=")[2] == "local" for argument in sys.argv)
-    return complete and not asked and frame.f_code.co_name != "<module>"
 
 
 def clean(error: BaseException | None) -> None:

@@ -6,6 +6,7 @@ stage_layers        uneven numbers of layers per pipeline stage
 linear              tensor-parallel linears through ``seams.gemm``
 attention           core attention in the local layer spec
 context_parallel    context parallelism without Transformer Engine
+te_layers           names of Transformer Engine's layers where that is absent
 mla                 multi-latent attention
 norm                RMSNorm in the local specs; norms under sequence parallelism
 swiglu              SwiGLU with fewer passes over memory

@@ -39,6 +39,29 @@ def _spec(
     return spec
 
 
+_NORMS = ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
+"""The norm before experts in a checkpoint: of the spec for Transformer Engine, and of the local spec."""
+
+
+def _load(
+    original: Callable[..., Any], sharded_state_dict: Any, checkpoint_dir: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """A norm before experts is asked for by the name under which the checkpoint has it."""
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+    from megatron.core.dist_checkpointing.serialization import load_tensors_metadata
+
+    keyed = [each for each in nested_values(sharded_state_dict) if isinstance(each, ShardedTensor)]
+    if any(".mlp.router." in each.key for each in keyed):
+        saved = load_tensors_metadata(str(checkpoint_dir))
+        for each in keyed:
+            for name, other in (_NORMS, _NORMS[::-1]):
+                renamed = each.key.replace(f".{name}", f".{other}")
+                if each.key not in saved and renamed in saved:
+                    each.key = renamed
+    return original(sharded_state_dict, checkpoint_dir, *args, **kwargs)
+
+
 def patches(backend: Backend) -> list[Patch]:
     def absent(name: str, target: str, kind: Kind, reason: str, body: Any, **more: Any) -> Patch:
         return Patch(
@@ -91,5 +114,14 @@ def patches(backend: Backend) -> list[Patch]:
             "with qk_layernorm it names Apex's norm, also where Apex is absent",
             _spec,
             digest="3b0c1b2d0d897e096b47550d57f1b429bf23f5abc81e6cae70ae21c9e760b690",
+        ),
+        Patch(
+            id="te_layers.norm_of_experts",
+            target="megatron.core.dist_checkpointing.serialization:load",
+            kind="wrap",
+            feature="te_layers",
+            reason="both layer specs name the norm before experts otherwise in checkpoints",
+            body=_load,
+            digest="8229b1999356193c3bab58224603e311e78ecc94ffef46225c402479f1a15553",
         ),
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -129,10 +130,12 @@ def compared(layout: dict[str, int], fields: dict[str, Any], spoiled: bool = Fal
                 type(model.decoder.layers[0].self_attention.linear_qkv),
             )
         )
+    fp8 = sum(getattr(each, "gemm_recipe", None) is not None for each in model.parameters())
     (weights, losses, grads, kind), (theirs, their_losses, their_grads, _) = found
     return {
         "class": kind.__name__,
         "names": sorted(weights.keys() ^ theirs.keys()),
+        "in fp8": fp8,
         "weights": max(float((weights[name] - theirs[name]).abs().max()) for name in weights),
         "losses": max([abs(a - b) for a, b in zip(losses, their_losses, strict=True)], default=0.0),
         "gradients": max(
@@ -174,14 +177,68 @@ def exchanged(folder: str, layout: dict[str, int], fields: dict[str, Any]) -> di
     return found
 
 
-def _values(model: Any) -> dict[str, torch.Tensor]:
-    """Weights by name, each expert's on its own whatever holds it."""
+def experts(folder: str, layout: dict[str, int], fields: dict[str, Any]) -> dict[str, Any]:
+    """Grouped linears beside the local spec's experts with the same weights, which come by a checkpoint of
+    either spec: how far gradients are apart, relative to the largest of each parameter."""
+    from megatron.core import dist_checkpointing
+
+    start(**layout)
+    models, kinds = {}, {"grouped linears": (True, True), "one after another": (False, False)}
+    if not fields.get("add_bias_linear"):
+        kinds["grouped"] = (False, True)
+    grads: dict[str, dict[str, torch.Tensor]] = {}
+    losses = {}
+    for number, (kind, (engine, grouped)) in enumerate(kinds.items()):
+        made = config(**fields, moe_grouped_gemm=grouped)
+        model = models[kind] = build(made, engine, number=number)
+        path = Path(folder) / "of grouped linears"
+        if number == 0:
+            if dist.get_rank() == 0:
+                path.mkdir()
+            dist.barrier()
+            dist_checkpointing.save(model.sharded_state_dict(), str(path))
+        else:
+            model.load_state_dict(dist_checkpointing.load(model.sharded_state_dict(), str(path)))
+        losses[kind], _ = step(made, model, masks=9)
+        grads[kind] = {name: each.clone() for name, each in _values(model, "main_grad").items()}
+    back = Path(folder) / "of others"
+    if dist.get_rank() == 0:
+        back.mkdir()
+    dist.barrier()
+    dist_checkpointing.save(models["one after another"].sharded_state_dict(), str(back))
+    again = build(config(**fields, moe_grouped_gemm=True), True, number=7)
+    again.load_state_dict(dist_checkpointing.load(again.sharded_state_dict(), str(back)))
+    first, last = _values(models["grouped linears"]), _values(again)
+    theirs = grads.pop("one after another")
+    return {
+        "names": sorted({name for each in grads.values() for name in each.keys() ^ theirs.keys()}),
+        "came back": all(torch.equal(first[name], last[name]) for name in first),
+        "losses": {
+            kind: max([abs(a - b) for a, b in zip(each, losses["grouped linears"], strict=True)], default=0.0)
+            for kind, each in losses.items()
+        },
+        "gradients": {
+            kind: max(
+                float((each[name] - theirs[name]).abs().max() / theirs[name].abs().max().clamp(min=1e-30))
+                for name in theirs
+            )
+            for kind, each in grads.items()
+        },
+        "largest": max(float(each.abs().max()) for each in theirs.values()),
+    }
+
+
+def _values(model: Any, attribute: str = "data") -> dict[str, torch.Tensor]:
+    """``attribute`` of weights by name, each expert's on its own whatever holds it."""
     found: dict[str, torch.Tensor] = {}
-    for name, each in named(model).items():
+    for name, parameter in named(model).items():
+        each = getattr(parameter, attribute)
         layer, _, last = name.rpartition(".experts.")
         if last in ("weight1", "weight2"):
-            for number, expert in enumerate(each):
+            for number, expert in enumerate(each.view(parameter.shape)):
                 found[f"{layer}.experts.linear_fc{last[-1]}.weight{number}"] = expert
+        elif match := re.search(r"\.local_experts\.(\d+)(\.linear_fc\d\.\w+)$", name):
+            found[f"{layer}.experts{match[2]}{match[1]}"] = each
         else:
             found[name] = each
     return found

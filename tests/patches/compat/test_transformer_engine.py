@@ -51,12 +51,17 @@ def test_with_layers_in_its_place_the_version_is_the_one_that_they_are_shaped_li
 def test_an_installed_package_has_its_own(tmp_path: Path) -> None:
     (tmp_path / "transformer_engine.py").write_text("__version__ = '1.7.0'\n")
     found = run(
-        "import mt_megatron; mt_megatron.patch('cpu')\n"
+        "import mt_megatron; report = mt_megatron.patch('cpu')\n"
         "from megatron.core.utils import get_te_version, is_te_min_version as at_least\n"
-        "print(get_te_version(), at_least('1.7.0'), at_least('1.7.0', check_equality=False), at_least('2'))",
+        "print(get_te_version(), at_least('1.7.0'), at_least('1.7.0', check_equality=False), at_least('2'))\n"
+        "print({each.why for each in report.left_out if each.feature == 'te_layers'})\n"
+        "try: import megatron.core.extensions.transformer_engine\n"
+        "except AttributeError as error: print(error)",
         tmp_path,
     )
-    assert found == ["1.7.0 True False False"]
+    # Upstream's own module is executed, on a package that has a version and nothing else.
+    assert found[:2] == ["1.7.0 True False False", "{'transformer_engine can be imported'}"]
+    assert "'pytorch'" in found[2]
 
 
 def test_what_the_package_itself_lacks_is_an_error(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from mt_megatron.errors import PatchImportError, PatchTargetError
 from mt_megatron.patching.digest import source_of
 from mt_megatron.patching.plan import Settings, make_plan
 
-from .conftest import Toy
+from ..conftest import Toy
 
 OWNER = "def f(): return 'original'\n"
 OTHER = "def f(): return 'another'\n"

@@ -12,7 +12,7 @@ import pytest
 
 from mt_megatron.errors import PatchError, PatchTargetError
 
-from .conftest import Toy, snapshot
+from ..conftest import Toy, snapshot
 
 OWNER = """
 import absent_engine
