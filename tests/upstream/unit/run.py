@@ -44,8 +44,10 @@ PRELOAD = (
 STATE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mt_megatron" / "upstream_unit"
 LIMIT, GRACE = 300.0, 20.0
 _START_SECONDS = 300.0
-_SHARE = 0.75
-"""Part of the memory that is free at the start which the ranks may have together."""
+_SHARE = 0.9
+"""Part of the memory that the ranks may have together, and each an equal part of it."""
+_MOST = 0.7
+"""Part of what is free at the start that one rank may have."""
 _TEXT = 6000
 _EACH_TEXT = 2000
 _DEATH = re.compile(r"terminate called|Fatal Python error")
@@ -83,7 +85,8 @@ class Ranks:
         self._log = scratch / "ranks.log"
         self._launches = 0
         # The kernel ends processes of anybody where memory runs out; an allocation that fails ends a test.
-        self._memory = int(_SHARE * psutil.virtual_memory().available / ranks)
+        memory = psutil.virtual_memory()
+        self._memory = int(min(_SHARE * memory.total / ranks, _MOST * memory.available))
         self._process = self._start()
 
     def _start(self) -> subprocess.Popen[str]:
@@ -342,7 +345,7 @@ def run(options: Options, counts: Sequence[int]) -> int:
             "ranks": ranks,
             "older_package": older,
         }
-        records.append(table.record(results, verdict, about=about))
+        records.append(table.record(results, verdict, about=about, checkout=options.checkout))
         parts.append(table.as_markdown(records[-1], verdict.explained))
         print(parts[-1], flush=True)
         if older:

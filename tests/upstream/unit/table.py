@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
+import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from tests.upstream.unit.reasons import KINDS, Reason, Verdict
@@ -16,6 +19,7 @@ def record(
     verdict: Verdict,
     *,
     about: Mapping[str, Any],
+    checkout: Path,
 ) -> dict[str, Any]:
     """Everything about one combination of backend and ranks, as JSON. ``results``: file -> its result."""
     files = {file: dict.fromkeys(COLUMNS, 0) | {"seconds": each["seconds"]} for file, each in results.items()}
@@ -29,7 +33,7 @@ def record(
             tests.append(
                 {
                     **{key: test[key] for key in ("test", "outcome", "ranks")},
-                    "says": test["text"].strip().partition("\n")[0][:300],
+                    "says": _said(test["text"], checkout),
                     **({"kind": reason.kind, "evidence": reason.evidence} if reason else {}),
                 }
             )
@@ -42,6 +46,12 @@ def record(
         "problems": list(verdict.problems),
         "unreviewed": list(verdict.unreviewed),
     }
+
+
+def _said(text: str, checkout: Path) -> str:
+    """The first line, without places of the machine that the tests ran on."""
+    line = text.strip().partition("\n")[0].replace(str(checkout), "CHECKOUT")
+    return re.sub(rf"{re.escape(tempfile.gettempdir())}/\S*", "TMP", line)[:300]
 
 
 def as_markdown(data: Mapping[str, Any], explained: Mapping[str, Reason]) -> str:
