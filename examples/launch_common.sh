@@ -244,10 +244,12 @@ name_data() {
 
 prepare_data() {
     if ((!${#PREPARE[@]})); then return; fi
+    local code
     act "${PREPARE[@]}" || {
+        code=$?
         # Its advice names the options of the command.
         say "here --corpus is CORPUS=${CORPUS:-}, --output DATA_DIR=$DATA_DIR, --vocab-size VOCAB_SIZE, --max-tokens MAX_TOKENS; for --force remove $DATA_DIR, for preprocess name its data with --train-data-path"
-        exit 1
+        exit "$code"
     }
 }
 

@@ -55,6 +55,10 @@ class ScanError(MtMegatronError):
     """A trace is missing, damaged, or not what was asked for."""
 
 
+class NoTraceError(ScanError, ConfigError):
+    """What was given holds no trace: wrong use of the command that reads it."""
+
+
 class ScopeError(MtMegatronError):
     """A recording of MegaScope is missing, damaged, or not what was asked for."""
 

@@ -280,12 +280,13 @@ class CheckpointStore:
     def raise_if_lost(self) -> None:
         """Raise ``CheckpointError`` when the last checkpoint that was asked for could not be written."""
         if self._lost is not None:
-            kept = "none is complete" if self.newest is None else f"the newest complete one is {self.newest}"
-            advice = "Free space or mend the folder, then start again: the run continues from there"
-            if self._lost.not_finite:
-                advice = f"{DIVERGENCE_ADVICE}, then start again: the run continues from there"
+            kept, then = f"the newest complete one is {self.newest}", "continues from there"
+            if self.newest is None:
+                kept, then = "no other is complete", "begins with its first step"
+            advice = DIVERGENCE_ADVICE if self._lost.not_finite else "Free space or mend the folder"
             raise CheckpointError(
-                f"the checkpoint of step {self._lost.iteration} is lost: {self._lost.error}; {kept}. {advice}"
+                f"the checkpoint of step {self._lost.iteration} is lost: {self._lost.error}; {kept}. "
+                f"{advice}, then start again: the run {then}"
             )
 
     def close(self) -> None:

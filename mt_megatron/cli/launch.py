@@ -63,7 +63,8 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "  mt-megatron launch --print slurm --nodes 8 --gpus-per-node 8 --time 12:00:00 \\\n"
         "    -- --config run.yaml --save /shared/run > job.sh\n\n"
         "exit codes: that of the first process that failed; 2 when none was started; 79 when the run left\n"
-        "because of a straggler; 143 after SIGTERM with --from-environment",
+        "because of a straggler; 143 after SIGTERM with --from-environment, and after SIGTERM or Ctrl-C\n"
+        "before the first step",
     )
     parser.add_argument(
         "--print", dest="form", choices=_FORMS, help="print this instead of starting anything"

@@ -1,7 +1,8 @@
 """Entry point of ``mt-megatron``: finds the subcommand, shows errors, sets the exit code.
 
 Exit codes: 0 fine, 1 a problem was found, 2 wrong use (unknown options, an impossible
-configuration). A subcommand is a module ``mt_megatron.cli.<name>`` or ``mt_megatron.cli.<name>.command`` with
+configuration), 130 interrupted (Ctrl-C). A subcommand is a module ``mt_megatron.cli.<name>`` or
+``mt_megatron.cli.<name>.command`` with
 ``add_parser(subparsers) -> argparse.ArgumentParser``, which sets ``func(args) -> int``. With
 ``set_defaults(config_arguments=True)`` every option that argparse does not know arrives in
 ``args.config_argv``, for ``mt_megatron.config.parse.load_config``.
@@ -144,6 +145,9 @@ def _main(given: list[str]) -> int:
     except MtMegatronError as error:
         return _fail(error, 1)
     except KeyboardInterrupt:
+        # A run takes the signal itself while it trains.
+        when = ": no step was under way" if given[0] in ("launch", "pretrain") else ""
+        print(f"mt-megatron {given[0]}: interrupted{when}", file=sys.stderr)
         return 130
     finally:
         # What is still buffered may find nobody to read it; at exit nobody could be told. Also where argparse

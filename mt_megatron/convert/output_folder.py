@@ -10,6 +10,7 @@ counts. Folders of other work than the same are not touched.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -58,7 +59,8 @@ class FileTask:
 
 
 class OutputFolder:
-    """The folder beside its final place until all is in it. A context: its end lets go of the lock."""
+    """The folder beside its final place until all is in it. A context: its end lets go of the lock, and an
+    error before any file is complete removes the folder."""
 
     def __init__(self, final: Path, contents: str, say: Callable[[str], None]) -> None:
         """``contents`` identifies the work (source, options, version): only the same work is resumed.
@@ -75,6 +77,7 @@ class OutputFolder:
 
         self._contents = contents
         self._left: dict[str, dict[str, Any]] = {}
+        self._parent_was_there = final.parent.exists()
         self._mutex = threading.Lock()
         self._stop = threading.Event()
         self._lock = self._locked(say)
@@ -93,7 +96,13 @@ class OutputFolder:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        useless = error is not None and not self.entries and not self._left
+        if useless:
+            shutil.rmtree(self.folder, ignore_errors=True)
         self._unlock()
+        if useless and not self._parent_was_there:
+            with contextlib.suppress(OSError):
+                self.final.parent.rmdir()
 
     def write(self, tasks: Sequence[FileTask], workers: int, progress: Callable[[int], None]) -> None:
         """Write every file that is not there yet, with ``workers`` threads; ``progress`` hears of bytes.

@@ -283,6 +283,22 @@ def test_sigterm_may_have_a_code_of_its_own(
         process.wait()
 
 
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT], ids=str)
+def test_an_interruption_before_training_listens_is_told(
+    tmp_path: Path, sent: signal.Signals, capfd: pytest.CaptureFixture[str]
+) -> None:
+    mark = tmp_path / "mark"
+    process = start_supervised(mark, exit_code=0)
+    try:
+        wait_for(Path(f"{mark}.started"), process)
+        process.send_signal(sent)
+        assert process.wait(timeout=30) == 143
+        assert f"launch: {sent.name}: not every training process listens" in capfd.readouterr().err
+    finally:
+        process.kill()
+        process.wait()
+
+
 def test_nothing_survives_when_the_supervisor_is_killed(tmp_path: Path) -> None:
     mark = tmp_path / "mark"
     process = start_supervised(mark, exit_code=0)

@@ -117,8 +117,10 @@ def test_errors_become_exit_codes(
     assert cli.main(["tried"]) == code
     captured = capsys.readouterr()
     assert captured.out == ""
-    if code != 130:
-        assert captured.err == f"mt-megatron: {type(error).__name__}: {error}\n"
+    said = (
+        f"mt-megatron: {type(error).__name__}: {error}" if code != 130 else "mt-megatron tried: interrupted"
+    )
+    assert captured.err == f"{said}\n"
 
 
 def test_unexpected_errors_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:

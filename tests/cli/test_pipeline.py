@@ -195,8 +195,8 @@ def test_what_is_wrong_is_said(
     assert message in capsys.readouterr().err
 
 
-def test_a_run_without_a_trace_ends_with_1(capsys: Capture, tmp_path: Path) -> None:
-    assert main(["pipeline", "simulate", "--from", str(tmp_path)]) == 1
+def test_a_run_without_a_trace_is_wrong_use(capsys: Capture, tmp_path: Path) -> None:
+    assert main(["pipeline", "simulate", "--from", str(tmp_path)]) == 2
     assert "found no trace" in capsys.readouterr().err
 
 

@@ -405,6 +405,7 @@ WRONG = [
     ("--watchdog-seconds -1", 1, "watchdog_seconds is -1.0; expected at least 0"),
     # Files.
     ("--vocab-size 4094", 1, "vocab_size is 4094 with mock_data; expected at least 4095"),
+    ("--vocab-size 64 --init-from-hf /nonexistent", 1, "give --train-data-path, not --mock-data"),
     ("--no-mock-data", 1, "0 sources of data are given; expected one of"),
     ("--data-path /nonexistent/x --split 1,0,0", 1, "2 sources of data are given"),
     ("--no-mock-data --data-path /nonexistent/x", 1, "data_path is given without split"),

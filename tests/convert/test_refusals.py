@@ -52,6 +52,28 @@ def test_a_missing_expert_is_named(mixtral: Path, tmp_path: Path) -> None:
     assert not list(tmp_path.glob("out*")) and not list(tmp_path.glob(".out*"))
 
 
+def test_a_layout_that_does_not_divide_leaves_nothing(mixtral: Path, tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    for place in ("out", "there"):
+        with pytest.raises(ConfigError):
+            converted(mixtral, tmp_path / place, "torch", "--tensor-model-parallel-size", "7")
+    assert [each.name for each in tmp_path.rglob("*")] == ["there"]
+
+
+def test_an_error_before_the_first_whole_file_leaves_nothing(
+    mixtral: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(temporary: Path, final: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "replace", full)
+        for form in ("torch_dist", "huggingface"):
+            with pytest.raises(CheckpointError, match="No space left on device"):
+                converted(mixtral, tmp_path / "out", form)
+            assert list(tmp_path.iterdir()) == []
+
+
 def test_unknown_tensors_are_all_named(mixtral: Path, tmp_path: Path) -> None:
     extra = {f"model.layers.{n}.self_attn.q_proj.lora_A": torch.zeros(1) for n in range(30)}
     source = changed(mixtral, tmp_path / "more", lambda tensors: tensors.update(extra))

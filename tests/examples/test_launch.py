@@ -225,6 +225,11 @@ def test_advice_about_data_is_in_words_of_the_script(tmp_path: Path) -> None:
     assert f"--corpus is CORPUS={tmp_path}/c.json, --output DATA_DIR={tmp_path}/made" in shown.stderr
 
 
+def test_a_corpus_that_is_not_there_is_wrong_use(tmp_path: Path) -> None:
+    shown = _launch(CORPUS=str(tmp_path / "nowhere"), DATA_DIR=str(tmp_path / "made"))
+    assert shown.returncode == 2 and f"--corpus {tmp_path}/nowhere: there is nothing" in shown.stderr
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [

@@ -86,6 +86,8 @@ def test_every_model_file_is_tested_and_named(folder: str) -> None:
         assert f"`{name}.yaml`" in readme
         count = count_parameters(model_shape(load_config(["--model", name, *_vocabulary(name)])))
         assert f"{count.total:,}" in readme and f"{count.active:,}" in readme
+        # A run prints what it trains.
+        assert f"{count.trained:,}" in readme or name not in TINY
 
 
 def test_every_preset_has_a_file() -> None:

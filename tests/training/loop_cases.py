@@ -144,7 +144,7 @@ def validations(folder: str, layouts: list[str], samples: int, limits: list[int 
 
 
 def failing_save(folder: str) -> dict[str, Any]:
-    """Rank 0 cannot complete its second checkpoint of three, then not its last one."""
+    """Rank 0 cannot complete its second checkpoint of three, then not its last one, then not its only one."""
     start()
     original = checkpoint_files.publish
 
@@ -160,8 +160,14 @@ def failing_save(folder: str) -> dict[str, Any]:
     middle = run(f"--save {folder}/middle --save-interval 2", folder, "middle")
     checkpoint_files.publish = failing_at("iter_0000006")
     last = run(f"--save {folder}/last --save-interval 2 --async-save", folder, "last")
+    only = run(f"--save {folder}/only", folder, "only")
     checkpoint_files.publish = original
-    return {"middle": middle, "last": last, "after": run(f"--save {folder}/last", folder, "again")}
+    return {
+        "middle": middle,
+        "last": last,
+        "only": only,
+        "after": run(f"--save {folder}/last", folder, "again"),
+    }
 
 
 def refusals(folder: str) -> dict[str, Any]:

@@ -114,7 +114,9 @@ def test_a_save_that_fails_is_told_and_training_goes_on(tmp_path: Path) -> None:
         assert result["middle"]["finished"] and result["middle"]["checkpoint"] == "iter_0000006"
         assert "CheckpointError: the checkpoint of step 6 is lost" in result["last"]["error"]
         assert "No space left on device" in result["last"]["error"]
-        assert "iter_0000004" in result["last"]["error"]
+        assert "iter_0000004" in result["last"]["error"] and "continues from there" in result["last"]["error"]
+        assert "no other is complete" in result["only"]["error"]
+        assert result["only"]["error"].endswith("start again: the run begins with its first step")
         assert result["after"]["finished"]
     assert sorted(results[0]["after"]["steps"], key=int)[-2:] == ["5", "6"]
     for folder in ("middle", "last"):

@@ -23,7 +23,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "  mt-megatron pipeline draw interleaved --ranks 4 --chunks 2 --microbatches 8 --output step.svg\n"
         "  mt-megatron pipeline compare --cluster 64x200g\n"
         "  mt-megatron pipeline explain runs/llama3\n\n"
-        "exit codes: 0 fine, 1 there is no such trace, 2 wrong use",
+        "exit codes: 0 fine, 1 a problem was found, 2 wrong use or no such trace",
     )
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     for word in WORDS:

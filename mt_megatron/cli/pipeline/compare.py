@@ -44,7 +44,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "examples:\n  mt-megatron pipeline compare --cluster 64x200g\n"
         "  mt-megatron pipeline compare --from runs/llama3 --add mine.csv\n"
         "  mt-megatron pipeline compare --ranks 8 --microbatches 32 --slow-link 3-4:latency_ms=1000\n\n"
-        "exit codes: 0 fine, 1 there is no such trace, 2 wrong use",
+        "exit codes: 0 fine, 1 a problem was found, 2 wrong use or no such trace",
     )
     parser.add_argument(
         "--add", action="append", default=[], metavar="SCHEDULE", help="NAME:NUMBER or FILE.csv; repeatable"

@@ -26,7 +26,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         epilog="examples:\n  mt-megatron pipeline draw zb_h1 --ranks 4 --microbatches 8\n"
         "  mt-megatron pipeline draw --from runs/llama3 --output step.svg\n"
         "  mt-megatron pipeline draw memory_capped:6 --slow-link 1-2:latency_ms=2000 --output mine.csv\n\n"
-        "exit codes: 0 fine, 1 there is no such trace, 2 wrong use",
+        "exit codes: 0 fine, 1 a problem was found, 2 wrong use or no such trace",
     )
     parser.usage = (
         "mt-megatron pipeline draw [--schedule SCHEDULE] [--output FILE] [options] [options of pretrain]"

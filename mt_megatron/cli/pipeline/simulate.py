@@ -34,7 +34,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         epilog="examples:\n  mt-megatron pipeline simulate --from runs/llama3\n"
         "  mt-megatron pipeline simulate zb_h1 --ranks 8 --microbatches 32 --slow-link 3-4:latency_ms=500\n"
         "  mt-megatron pipeline simulate --cluster 8x200g --json\n\n"
-        "exit codes: 0 fine, 1 there is no such trace, 2 wrong use",
+        "exit codes: 0 fine, 1 a problem was found, 2 wrong use or no such trace",
     )
     parser.usage = "mt-megatron pipeline simulate [--schedule SCHEDULE] [options] [options of pretrain]"
     parser.add_argument("--schedule", metavar="SCHEDULE", help="the first word is it too (1f1b)")

@@ -33,7 +33,7 @@ WORDS = (
 )
 """Actions, in the order of ``--help``."""
 
-_CODES = "exit codes: 0 fine, 1 a problem was found, 2 wrong use"
+_CODES = "exit codes: 0 fine, 1 a problem was found, 2 wrong use or no such trace"
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:

@@ -6,7 +6,10 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-_EXAMPLE = "example:\n  mt-megatron scan level RUN full\n\nexit codes: 0 fine, 1 no such trace, 2 wrong use"
+_EXAMPLE = """example:
+  mt-megatron scan level RUN full
+
+exit codes: 0 fine, 1 a problem was found, 2 wrong use or no such trace"""
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:

@@ -15,7 +15,7 @@ _EXAMPLE = """examples:
   mt-megatron scan report RUN --json | jq .findings
 
 exit codes: 0 nothing is claimed, 1 a rank, link or group, or something common to all ranks, holds the run up
-(confidence 0.5 or more; or there is no such trace), 2 wrong use"""
+(confidence 0.5 or more), or the trace cannot be read, 2 wrong use or no such trace"""
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:

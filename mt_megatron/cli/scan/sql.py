@@ -18,8 +18,8 @@ _EXAMPLE = """examples:
   mt-megatron scan sql RUN "select process_group, name, count(*), sum(end_ns - begin_ns) / 1e9 as seconds
     from spans where kind = 'collective' group by all order by seconds desc"
 
-exit codes: 0 fine, 1 no such trace, or the answer lacks files that cannot be read (stderr names them),
-2 wrong use"""
+exit codes: 0 fine, 1 a problem was found, or the answer lacks files that cannot be read (stderr names
+them), 2 wrong use or no such trace"""
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:

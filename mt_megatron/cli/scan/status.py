@@ -20,7 +20,7 @@ _EXAMPLE = """examples:
   mt-megatron scan status RUN --every 5
 
 exit codes: 0 nothing claimed so far, 1 something is claimed
-(confidence 0.5 or more; or there is no such trace), 2 wrong use"""
+(confidence 0.5 or more), or the trace cannot be read, 2 wrong use or no such trace"""
 
 _SILENT_S = 10.0
 _MOST_ROWS = 40

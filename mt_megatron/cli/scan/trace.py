@@ -16,8 +16,8 @@ _EXAMPLE = """examples:
   mt-megatron scan trace RUN --ranks 0-3,8 --format perfetto --output slow.pftrace
 
 Open the file at ui.perfetto.dev (it stays on your machine) or in chrome://tracing.
-exit codes: 0 fine, 1 no such trace, or the file lacks segments that cannot be read (stderr names them),
-2 wrong use"""
+exit codes: 0 fine, 1 a problem was found, or the file lacks segments that cannot be read (stderr names
+them), 2 wrong use or no such trace"""
 
 _MUCH = 3_000_000
 _ENDINGS = {"chrome": "trace.json.gz", "perfetto": "trace.pftrace"}

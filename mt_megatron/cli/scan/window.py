@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 _EXAMPLE = (
     "examples:\n  mt-megatron scan window RUN 100:2:full\n  mt-megatron scan window RUN none\n\n"
-    "exit codes: 0 fine, 1 no such trace, 2 wrong use"
+    "exit codes: 0 fine, 1 a problem was found, 2 wrong use or no such trace"
 )
 
 

@@ -88,6 +88,11 @@ def _hand_on(process: subprocess.Popen[bytes], number: int, *, insist: bool) -> 
     listen = bool(workers) and all(_listens(worker.pid, wanted) for worker in workers)
     if wanted == signal.SIGUSR1 and not listen:
         return False
+    if not listen and not insist:
+        _say(
+            f"{signal.Signals(number).name}: not every training process listens for it (before the first "
+            "step, or after the last): all end, and no checkpoint is written"
+        )
     if not listen or insist:
         process.terminate()
         return True

@@ -97,7 +97,12 @@ def _sources(config: TrainingConfig) -> list[str]:
     if data.mock_data and vocabulary is not None and vocabulary < _MOCK_VOCABULARY:
         found.append(
             f"vocab_size is {vocabulary} with mock_data; expected at least {_MOCK_VOCABULARY}: Megatron-Core "
-            "generates tokens up to there. Set --vocab-size."
+            "generates tokens up to there. "
+            + (
+                "Set --vocab-size."
+                if config.checkpoint.init_from_hf is None
+                else "The weights of --init-from-hf have that many: give --train-data-path, not --mock-data."
+            )
         )
     for name, blend in {"data_path": data.data_path, **per_split}.items():
         found.extend(_blend(name, blend))

@@ -24,7 +24,7 @@ from typing import IO, Any
 
 from mt_megatron.checkpoint.file_locks import FileLock
 from mt_megatron.checkpoint.files import run_root
-from mt_megatron.errors import ScanError
+from mt_megatron.errors import NoTraceError, ScanError
 
 from .permissions import grant, make_private_folder, open_private
 from .records import FORMAT_VERSION
@@ -88,10 +88,10 @@ def run_files(run: Path | str) -> RunFiles:
 
 
 def existing_run(run: Path | str) -> RunFiles:
-    """``run_files`` of a run that holds a trace. Raises ``ScanError`` when it holds none."""
+    """``run_files`` of a run that holds a trace. Raises ``NoTraceError`` when it holds none."""
     files = run_files(run_root(run))
     if not files.run_json.exists() and not files.ranks():
-        raise ScanError(
+        raise NoTraceError(
             f"found no trace in {files.root}; expected run.json or folders rank-NNNNN there. Give the folder "
             "that a run with --scan base (or higher) wrote, or its 'scan' folder"
         )

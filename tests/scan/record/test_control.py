@@ -116,8 +116,9 @@ def test_two_writers_lose_nothing(tmp_path: Path) -> None:
 
 
 def test_the_command_line_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["scan", "level", str(tmp_path), "full"]) == 1
-    assert "found no trace in" in capsys.readouterr().err
+    for words in (["level", str(tmp_path), "full"], ["report", str(tmp_path)], ["status", str(tmp_path)]):
+        assert main(["scan", *words]) == 2
+        assert "NoTraceError: found no trace in" in capsys.readouterr().err
     write_run(run_files(tmp_path), {})
     assert main(["scan", "window", str(tmp_path), "3:5"]) == 2
     assert "found a window of 5 steps every 3 steps" in capsys.readouterr().err
