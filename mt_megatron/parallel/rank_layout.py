@@ -148,7 +148,7 @@ def layout_of_groups() -> RankLayout:
     state, (_, world_size) = _state(), rank_of_world()
     if state is None:
         return RankLayout(world_size=world_size)
-    return RankLayout(
+    layout = RankLayout(
         world_size=world_size,
         tp=state.get_tensor_model_parallel_world_size(),
         pp=state.get_pipeline_model_parallel_world_size(),
@@ -156,6 +156,12 @@ def layout_of_groups() -> RankLayout:
         cp=state.get_context_parallel_world_size(),
         ep=state.get_expert_model_parallel_world_size(),
     )
+    if (dp := state.get_data_parallel_world_size()) != layout.dp:
+        raise ConfigError(
+            f"found {dp} data-parallel ranks, expected {layout.dp}: {world_size} ranks divided by tensor "
+            f"{layout.tp} x context {layout.cp} x pipeline {layout.pp}. Give an encoder the decoder's sizes"
+        )
+    return layout
 
 
 def place_in_groups() -> Coordinates | None:

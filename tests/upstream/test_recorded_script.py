@@ -11,11 +11,13 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from mt_megatron.checkpoint.file_locks import FileLock
 from mt_megatron.cli.main import main
 from mt_megatron.errors import ConfigError, ScopeError
 from mt_megatron.launching.scripts.choice import (
@@ -27,6 +29,7 @@ from mt_megatron.launching.scripts.choice import (
     recorded_of,
 )
 from mt_megatron.launching.scripts.recording import loss_sums
+from mt_megatron.parallel import rank_layout
 from mt_megatron.scope.recording.reader import open_recording
 from tests.launch import ROOT, run_command, run_ranks
 
@@ -90,6 +93,29 @@ def test_steps_are_numbered_by_the_scheduler(tmp_path: Path) -> None:
     assert found == {"first": 12, "second": 2}, "40 samples, 4 a step, and 2 steps; then all anew"
 
 
+@pytest.mark.parametrize(("tensor", "expected"), [(1, 6), (2, 3)])
+def test_an_encoder_of_other_sizes_has_no_layout(
+    monkeypatch: pytest.MonkeyPatch, tensor: int, expected: int
+) -> None:
+    # 12 ranks are 4 times an encoder of 1 and a decoder of 2, and can be divided by what either is told.
+    sizes = {
+        "tensor_model_parallel": tensor, "pipeline_model_parallel": 2, "data_parallel": 4,
+        "virtual_pipeline_model_parallel": None, "context_parallel": 1, "expert_model_parallel": 1,
+    }  # fmt: skip
+    state = {f"get_{axis}_world_size": lambda size=size: size for axis, size in sizes.items()}
+    monkeypatch.setattr(rank_layout, "_state", lambda: SimpleNamespace(**state))
+    monkeypatch.setattr(rank_layout, "rank_of_world", lambda: (0, 12))
+    with pytest.raises(ConfigError, match=f"found 4 data-parallel ranks, expected {expected}"):
+        rank_layout.layout_of_groups()
+
+
+def test_a_folder_that_another_script_records_into_is_left_alone(tmp_path: Path) -> None:
+    with FileLock(tmp_path / ".recorded.lock", create=True):
+        (found,) = run_ranks(1, f"{RANKS}:short", str(tmp_path))
+        assert found, "the script goes on"
+    assert [path.name for path in tmp_path.iterdir()] == [".recorded.lock"]
+
+
 @pytest.mark.daily
 def test_a_slow_rank_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_ranks(2, f"{RANKS}:slow", str(tmp_path))
@@ -107,6 +133,10 @@ def test_a_slow_rank_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         ([{"lm loss": (torch.tensor(6.0), torch.tensor(3))}], (6.0, 3.0)),
         ([{"acc": 1.0, "lm loss": torch.tensor([6.0, 3.0])}], (6.0, 3.0)),
         ([torch.tensor([2.0])], (2.0, 1.0)),
+        ([{"lm loss": (torch.tensor(6.0), 3)}], (6.0, 3.0)),
+        ([{"lm loss": (torch.tensor([6.0]), torch.tensor(3))}, 2.0], (8.0, 4.0)),
+        ([{"lm loss": [torch.tensor([2.0])]}], (2.0, 1.0)),
+        ([{"lm loss": (torch.ones(3), torch.ones(3))}], (0.0, 0.0)),
         ([2.5, 3.5], (6.0, 2.0)),
         ([{"accuracy": torch.tensor(1.0)}], (0.0, 0.0)),
         ([torch.ones(3, 3)], (0.0, 0.0)),

@@ -19,6 +19,8 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import mt_megatron
+from mt_megatron.checkpoint.file_locks import FileLock
+from mt_megatron.errors import ScopeError
 from mt_megatron.launching.scripts.choice import Recorded, is_main
 from mt_megatron.launching.scripts.script_trainer import Ranks, ScriptTrainer, megatron_lm
 from mt_megatron.parallel.rank_layout import RankLayout, layout_of_groups, place_in_groups
@@ -155,6 +157,13 @@ class Recording:
         folder = agreed_folder(asked.run, ranks.world_size) or asked.run
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            if ranks.rank == 0:
+                lock = FileLock(folder / ".recorded.lock", create=True)
+                self._closing.append(lock.close)
+                if lock.state == "busy":
+                    raise ScopeError(
+                        f"another script is recorded in {folder}; give each a --run-dir of its own"
+                    )
             layout = layout_of_groups()
             trainer = ScriptTrainer(
                 call["model"],
@@ -315,17 +324,26 @@ def loss_sums(reports: Any) -> tuple[float, float]:
     for report in reports or ():
         if isinstance(report, Mapping):
             report = next((report[name] for name in report if "loss" in str(name)), None)
-        numbers = report.flatten().unbind() if isinstance(report, torch.Tensor) else report
-        numbers = [*numbers] if isinstance(numbers, list | tuple) else [numbers]
-        if len(numbers) in (1, 2) and all(isinstance(each, torch.Tensor | float) for each in numbers):
+        if isinstance(report, torch.Tensor) and report.numel() <= 2:
+            report = report.flatten().unbind()
+        numbers = [*report] if isinstance(report, list | tuple) else [report]
+        if len(numbers) in (1, 2) and all(map(_is_number, numbers)):
             pairs += [*numbers, 1.0][:2]
     if not pairs:
         return 0.0, 0.0
-    device = getattr(pairs[0], "device", None)
+    device = next((each.device for each in pairs if isinstance(each, torch.Tensor)), None)
     # One look at the device for all of them.
-    joined = torch.stack([torch.as_tensor(each, dtype=torch.float32, device=device) for each in pairs])
+    joined = torch.cat(
+        [torch.as_tensor(each, dtype=torch.float32, device=device).reshape(1) for each in pairs]
+    )
     total, weight = joined.detach().cpu().double().view(-1, 2).sum(dim=0).tolist()
     return total, weight
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1 and not value.is_complex()
+    return isinstance(value, int | float)
 
 
 def _samples(call: Mapping[str, Any], layout: RankLayout) -> int:
