@@ -2,17 +2,18 @@
 
 ``try: from owner import name`` with ``except ImportError`` decides at import what a module has. One that was
 imported before the plan runs that statement again; one that was imported since then runs its ``except`` when
-the plan is taken back.
+the plan is taken back. A statement that a module has not finished yet is left to it.
 """
 
 from __future__ import annotations
 
 import ast
+import math
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
-from types import CodeType, ModuleType
+from types import CodeType, FrameType, ModuleType
 from typing import Any
 
 from mt_megatron.patching.journal import Journal
@@ -93,7 +94,7 @@ class ServedModules(Loader):
             if inside and module.__name__ not in self._steps:
                 for node in _statements(module, self._steps):
                     guard = _Guard(module, node, self._steps)
-                    if guard.imported:
+                    if guard.imported and (node.end_lineno or 0) < _line_reached(module):
                         yield guard
 
 
@@ -122,14 +123,33 @@ class _Guard:
     def run(self, code: CodeType, *, without: Iterable[str] = ()) -> dict[str, tuple[Any, Any]]:
         """Old and new values of the module's names that ``code`` changes, where names ``without`` are unset
         before it; nothing is changed in the module. Raises what ``code`` raises."""
-        before = vars(self.module)
-        after = {name: value for name, value in before.items() if name not in set(without)}
-        exec(code, after)
-        return {
-            name: (old, new)
-            for name in {*before, *after} - {"__builtins__"}
-            if (old := before.get(name, MISSING)) is not (new := after.get(name, MISSING))
-        }
+        # Functions that it defines keep the namespace in which it ran: the module's own.
+        names = vars(self.module)
+        before = dict(names)
+        for name in without:
+            names.pop(name, None)
+        try:
+            exec(code, names)
+        finally:
+            changed = {
+                name: (old, new)
+                for name in {*before, *names} - {"__builtins__"}
+                if (old := before.get(name, MISSING)) is not (new := names.get(name, MISSING))
+            }
+            for name, (old, new) in changed.items():
+                Attribute(self.module, name).swap(new, old)
+        return changed
+
+
+def _line_reached(module: ModuleType) -> float:
+    """The line of ``module`` at which its own statements are; infinity where they are done."""
+    for frame in sys._current_frames().values():
+        at: FrameType | None = frame
+        while at is not None:
+            if at.f_globals is vars(module) and at.f_code.co_name == "<module>":
+                return at.f_lineno or 0
+            at = at.f_back
+    return math.inf
 
 
 def _statements(module: ModuleType, names: Iterable[str]) -> list[ast.Try]:

@@ -101,6 +101,53 @@ def test_who_imports_meanwhile_has_afterwards_what_it_would_have_without(written
     assert user.HAVE and user.Chosen is Layer and written.load().Layer is Layer
 
 
+RUNNING = """
+import {toy}
+{before}
+later = 1
+try:
+    attempts = {toy}.attempts = getattr({toy}, "attempts", 0) + later
+    {within}
+    from {toy}.owner import Layer
+    HAVE = True
+except ImportError:
+    HAVE = False
+"""
+
+DEFINES = """
+try:
+    from {toy}.owner import Layer
+    def made(): return Layer, SIZE
+except ImportError:
+    pass
+SIZE = 3
+"""
+
+
+@pytest.mark.parametrize("place", ["before", "within"])
+def test_a_statement_that_has_yet_to_end_is_left_to_its_module(written: Toy, place: str) -> None:
+    source = RUNNING
+    for each in ("before", "within"):
+        source = source.replace("{" + each + "}", "{toy}.start()" if each == place else "")
+    written.write("running", source)
+    package = importlib.import_module(written.name)
+    vars(package)["start"] = lambda: committed(written)
+    running = written.load("running")
+    assert running.HAVE and running.Layer is Layer and package.attempts == 1
+
+
+def test_functions_of_a_statement_see_their_module(written: Toy) -> None:
+    written.write("defines", DEFINES)
+    defines = written.load("defines")
+    before = snapshot(defines)
+    applied = committed(written)
+    vars(defines)["SIZE"] = 4
+    assert defines.made() == (Layer, 4)
+    vars(defines)["SIZE"] = 3
+    applied.revert()
+    assert snapshot(defines) == before
+
+
 def test_others_still_miss_the_package(written: Toy) -> None:
     committed(written)
     with pytest.raises(ModuleNotFoundError, match="absent_engine"):
