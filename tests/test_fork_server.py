@@ -206,6 +206,7 @@ def test_variables_and_paths_that_imports_do_not_read_share_servers(tmp_path: Pa
     ]
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
     environment["PYTHONWARNINGS"] = "ignore::FutureWarning,once"
+    environment["OMP_NUM_THREADS"] = "1"  # as ranks have it: it is read while torch is imported
     options = "['ignore::FutureWarning', 'once', 'error::UserWarning']"
     for cold in (False, True):
         done = run_command(command, env=environment, cold=cold)
@@ -256,11 +257,12 @@ def test_a_module_runs_as_main(tmp_path: Path) -> None:
 
 
 def test_a_command_that_takes_too_long_is_ended() -> None:
-    code = "import subprocess; subprocess.run(['sleep', '54322'])"
+    seconds = f"54322.{os.getpid()}"  # no other process of this machine sleeps for as long
+    code = f"import subprocess; subprocess.run(['sleep', '{seconds}'])"
     with pytest.raises(subprocess.TimeoutExpired):
         run_command([sys.executable, "-c", code], timeout=2)
     running = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
-    assert "sleep 54322" not in running
+    assert f"sleep {seconds}" not in running
 
 
 def test_a_server_that_cannot_import_leaves_the_error_to_a_cold_process(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from mt_megatron.errors import ConfigError
 from mt_megatron.layers.attention.core import DotProductAttention
+from mt_megatron.layers.te.classes import MODULE
 
 
 class TEDotProductAttention(DotProductAttention):
@@ -17,6 +18,8 @@ class TEDotProductAttention(DotProductAttention):
     Unlike Transformer Engine's, causal attention looks at a mask too, as the local layer spec's does.
     Raises ConfigError for a ``config.window_size`` that is no pair.
     """
+
+    __module__ = MODULE
 
     def __init__(
         self,

@@ -18,7 +18,7 @@ before BERT's layer spec changes its mask."""
 
 
 def fill(module: ModuleType) -> None:
-    """Give ``module`` the classes and functions. They bear its name, so that pickle finds them there."""
+    """Give ``module`` the classes and functions. Classes bear its name, so that pickle finds them there."""
     from mt_megatron.layers.te import attention, grouped, linears, others
 
     names: dict[str, Any] = {
@@ -39,7 +39,4 @@ def fill(module: ModuleType) -> None:
         # Callers that find None refuse cpu_offloading by name.
         "get_cpu_offload_context": None,
     }
-    for value in names.values():
-        if isinstance(value, type):
-            value.__module__ = MODULE
     vars(module).update(names)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mt_megatron.errors import ConfigError
 from mt_megatron.layers.mla.spec import linear_of_rank
+from mt_megatron.layers.te.classes import MODULE
 
 
 class TEGroupedLinear(torch.nn.Module):
@@ -25,6 +26,8 @@ class TEGroupedLinear(torch.nn.Module):
     Raises ValueError for another ``parallel_mode`` than ``column`` and ``row``, and ConfigError for linears
     of no expert that are split over ranks.
     """
+
+    __module__ = MODULE
 
     def __init__(
         self,
@@ -120,6 +123,8 @@ class TEGroupedLinear(torch.nn.Module):
 class TEColumnParallelGroupedLinear(TEGroupedLinear):
     """Grouped linears whose outputs are split over the tensor-parallel ranks."""
 
+    __module__ = MODULE
+
     def __init__(self, num_gemms: int, input_size: int, output_size: int, *, is_expert: bool, **given: Any):
         super().__init__(
             num_gemms, input_size, output_size, parallel_mode="column", is_expert=is_expert, **given
@@ -128,6 +133,8 @@ class TEColumnParallelGroupedLinear(TEGroupedLinear):
 
 class TERowParallelGroupedLinear(TEGroupedLinear):
     """Grouped linears whose inputs are split over the tensor-parallel ranks."""
+
+    __module__ = MODULE
 
     def __init__(self, num_gemms: int, input_size: int, output_size: int, *, is_expert: bool, **given: Any):
         super().__init__(

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mt_megatron.layers.mla.spec import ReplicatedLinear
 from mt_megatron.layers.norm import norm_class, normalised
+from mt_megatron.layers.te.classes import MODULE
 
 _log = logging.getLogger("mt_megatron")
 _Init = Callable[[Tensor], Any]
@@ -26,6 +27,8 @@ class TELinear(torch.nn.Module):
     ``bias``, ``skip_bias_add``, ``skip_weight_param_allocation``, ``tp_comm_buffer_name``, ``is_expert``.
     Calls return output and bias; the bias is None unless ``skip_bias_add``.
     """
+
+    __module__ = MODULE
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         if cls is TELinear:
@@ -41,6 +44,8 @@ class TEColumnParallelLinear(TELinear, ColumnParallelLinear):  # type: ignore[mi
 
     Raises ValueError for ``gather_output`` and ``skip_weight_param_allocation``.
     """
+
+    __module__ = MODULE
 
     def __init__(
         self,
@@ -71,6 +76,8 @@ class TEColumnParallelLinear(TELinear, ColumnParallelLinear):  # type: ignore[mi
 
 class TERowParallelLinear(TELinear, RowParallelLinear):  # type: ignore[misc]
     """``RowParallelLinear`` whose input is split over the ranks. Raises ValueError where it is not."""
+
+    __module__ = MODULE
 
     def __init__(
         self,
@@ -106,6 +113,8 @@ class TELayerNormColumnParallelLinear(ColumnParallelLinear):  # type: ignore[mis
     The norm's parameters [input_size] are ``layer_norm_weight`` and, for LayerNorm, ``layer_norm_bias``.
     Raises ValueError for ``gather_output``, ``is_expert`` and ``skip_weight_param_allocation``.
     """
+
+    __module__ = MODULE
 
     layer_norm_bias: Tensor | None
 

@@ -10,24 +10,33 @@ from megatron.core import tensor_parallel
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 from torch import Tensor
 
-from mt_megatron.layers.norm import norm_class
+from mt_megatron.layers.te.classes import MODULE
 
 
 class TENorm:
-    """``TENorm(config, hidden_size, eps)`` is the norm that ``config.normalization`` names, one of
-    ``layers.norm``. Raises ConfigError for an unknown name."""
+    """``TENorm(config, hidden_size, eps)`` is the local layer spec's norm: Apex's LayerNorm where Apex is
+    installed, else the one of ``layers.norm`` that ``config.normalization`` names. Raises ConfigError for an
+    unknown name."""
+
+    __module__ = MODULE
 
     def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5) -> Any:
-        return norm_class(config)(config, hidden_size, eps)
+        from megatron.core.models.gpt.gpt_layer_specs import LNImpl
+
+        return LNImpl(config, hidden_size, eps)
 
 
 class TECudaRNGStatesTracker(CudaRNGStatesTracker):  # type: ignore[misc]
     """Megatron-Core's own tracker of the device's random states."""
 
+    __module__ = MODULE
+
 
 class TEDelayedScaling:
     """Settings of delayed scaling, read from ``config``. Layers compute by ``config.fp8_recipe``, which
     ``config.fp8`` sets to ``delayed``; this only carries the numbers."""
+
+    __module__ = MODULE
 
     def __init__(
         self,

@@ -150,6 +150,7 @@ def test_tensors_beyond_the_bound_are_told_once_and_not_of_the_sidecar() -> None
     session: Any = object.__new__(Session)
     session._said, session._rank, session._say, session._mark = set(), 0, said.append, None
     session._layout, session._is_loss_summed = RankLayout(world_size=1), False
+    session._at = session._layout.coordinates(0)
     session._asked = SimpleNamespace(head=SimpleNamespace(taken=lambda: ([], 0)))
     session.control = NoControl()
     outbox: Any = Outbox(queue, CpuBackend(), tensor_parallel_size=1)  # type: ignore[arg-type]
@@ -185,6 +186,7 @@ def test_experts_of_other_ranks_are_modules_of_the_model() -> None:
     for rank in range(4):
         session: Any = object.__new__(Session)
         session._layout, session._rank = RankLayout(world_size=4, ep=2), rank
+        session._at = session._layout.coordinates(rank)
         session._chunks = (torch.nn.ModuleDict({"experts": layer}),)
         listed.append([path for path in session._about()["paths"] if path.count(".") > 1 or rank == 0])
     assert listed[1] == ["experts.local_experts.0"] and "experts.router" in listed[0]
