@@ -24,7 +24,10 @@ TEMPORARY_FOLDER = "MT_MEGATRON_TEMPORARY_FOLDER"
 
 _LOOK_SECONDS = 0.25
 """From one look at the parent to the next. torch looks every 5 s; its worker then ends in the regular way and
-prints a traceback for a socket whose folder the launch has removed meanwhile."""
+would print a traceback for a socket whose folder the launch has removed meanwhile."""
+
+_FIRST_OF_ALL = 1000
+"""Priority among what runs as a process ends; those of torch and multiprocessing are 10 at most."""
 
 _spawned_are_patched = False
 
@@ -77,7 +80,14 @@ def shield() -> None:
     Programs that the worker starts have these signals blocked, unless they unblock them.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, SHIELDED)
+    util.Finalize(None, _end_without_parent, exitpriority=_FIRST_OF_ALL)
     threading.Thread(target=_take_signals, name="signals", daemon=True).start()
+
+
+def _end_without_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None and _has_ended(parent):
+        os._exit(1)
 
 
 def _take_signals() -> None:

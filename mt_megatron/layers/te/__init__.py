@@ -4,6 +4,7 @@ Upstream's layer specs name these classes. Each is Megatron-Core's local layer, 
 other's constructor and parameter names, so that a model from either spec computes the same.
 
 classes    which class stands under which name: the one table
+names      the module and version that these stand in for
 linears    column, row and replicated linears, and the linear with a norm before it
 grouped    the linears of a rank's experts
 attention  core attention

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mt_megatron.errors import ConfigError
 from mt_megatron.layers.attention.core import DotProductAttention
-from mt_megatron.layers.te.classes import MODULE
+from mt_megatron.layers.te.names import MODULE
 
 
 class TEDotProductAttention(DotProductAttention):

@@ -9,13 +9,6 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any
 
-MODULE = "megatron.core.extensions.transformer_engine"
-"""Whose names these are."""
-
-VERSION = "1.9.0"
-"""Of the Transformer Engine whose classes these are shaped like: the first with grouped linears, and the last
-before BERT's layer spec changes its mask."""
-
 
 def fill(module: ModuleType) -> None:
     """Give ``module`` the classes and functions. Classes bear its name, so that pickle finds them there."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mt_megatron.errors import ConfigError
 from mt_megatron.layers.mla.spec import linear_of_rank
-from mt_megatron.layers.te.classes import MODULE
+from mt_megatron.layers.te.names import MODULE
 
 
 class TEGroupedLinear(torch.nn.Module):

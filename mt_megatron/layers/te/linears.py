@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mt_megatron.layers.mla.spec import ReplicatedLinear
 from mt_megatron.layers.norm import norm_class, normalised
-from mt_megatron.layers.te.classes import MODULE
+from mt_megatron.layers.te.names import MODULE
 
 _log = logging.getLogger("mt_megatron")
 _Init = Callable[[Tensor], Any]

@@ -10,7 +10,7 @@ from megatron.core import tensor_parallel
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 from torch import Tensor
 
-from mt_megatron.layers.te.classes import MODULE
+from mt_megatron.layers.te.names import MODULE
 
 
 class TENorm:

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from mt_megatron.backends.base import Backend
-from mt_megatron.layers.te.classes import MODULE, VERSION, fill
+from mt_megatron.layers.te.classes import fill
+from mt_megatron.layers.te.names import MODULE, VERSION
 from mt_megatron.patching.spec import Kind, Patch
 
 _SPECS = "megatron.core.models.gpt.gpt_layer_specs"

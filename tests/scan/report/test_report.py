@@ -223,7 +223,7 @@ def test_the_newest_start_with_steps_is_shown(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_no_trace_and_no_steps_are_clear_errors(tmp_path: Path) -> None:
-    assert main(["scan", "report", str(tmp_path)]) == 1
+    assert main(["scan", "report", str(tmp_path)]) == 2
     write_handmade(tmp_path, HandmadeRun(steps=3))
     with pytest.raises(ScanError, match="no whole step"):
         write_report(tmp_path, first_step=100)
