@@ -186,6 +186,7 @@ def test_autocast_streams_events_and_load() -> None:
         for where in (None, "cuda", "cuda:0", {"cuda:0": "cuda:0"}, lambda storage, location: storage):
             buffer.seek(0); assert torch.load(buffer, map_location=where)["x"].device.type == "cpu"
         assert math.isnan(torch.cuda.power_draw()) and torch.cuda.temperature() != 0, "a made-up reading"
+        import time; time.sleep(0.05)  # the kernel counts in hundredths of a second, here from the fork on
         assert 0 <= torch.cuda.utilization() <= 100
         assert torch.zeros(2, pin_memory=True).sum() == 0 and torch.cuda.memory_allocated() > 10**7
         assert pickle.loads(pickle.dumps(torch)) is real
