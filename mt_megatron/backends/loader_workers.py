@@ -44,7 +44,7 @@ def starting(context: Any) -> Iterator[None]:
 
     Without it, a signal between the start of a worker and its ``shield`` would end the worker.
     ``context`` is multiprocessing's, or None for the default one. Where workers do not call ``shield``
-    nothing is blocked, because nobody would take the signals there.
+    nothing is blocked, because no thread would take the signals there.
     """
     _share_temporary_folder()
     method = (context or multiprocessing).get_start_method()
@@ -102,10 +102,10 @@ def _take_signals() -> None:
 
 
 def _has_ended(parent: Any) -> bool:
-    """Whether the trainer is gone.
+    """True once the trainer has ended.
 
-    torch's own look takes whoever is the parent by then for it: of a trainer that died before, it never
-    hears, and nobody else ends a shielded worker.
+    torch's own check compares with the parent at its first call, so it misses a trainer that died before;
+    a shielded worker would then never end.
     """
     if os.getppid() == parent.pid:
         return False

@@ -1,4 +1,4 @@
-"""What a checkpoint needs of a run: the process, and what training changes. ``training`` has both."""
+"""Interfaces of a run for checkpoints: its process, and its training state. ``training`` implements both."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Job(Protocol):
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0."""
+        """True on rank 0."""
 
     def sum_over_ranks(self, values: list[float]) -> list[float]:
         """Element-wise sum over all ranks; collective."""

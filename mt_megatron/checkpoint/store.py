@@ -47,7 +47,7 @@ DEFAULT_MINUTES = 30.0
 """Between two checkpoints of a run that has ``save`` and no interval: what an error costs at most."""
 
 _SECONDS_TO_COMPLETE = 60.0
-"""How long a run that ends by an error waits for rank 0 to publish what all ranks have written."""
+"""Time limit for rank 0 to publish the checkpoint of a run that ends by an error."""
 
 
 class Agreed(Protocol):
@@ -72,10 +72,10 @@ class Resumed:
     """The checkpoint that is continued; None when the run starts anew."""
 
     lines: tuple[str, ...] = ()
-    """What the log must say."""
+    """Lines for the log."""
 
     notes: tuple[str, ...] = ()
-    """What is not continued exactly."""
+    """Parts of the run that do not continue exactly."""
 
     perturbed: str | None = None
     """Perturbations that its weights were saved under, as the manifest says; None: none."""
@@ -170,7 +170,7 @@ class CheckpointStore:
         return None if self._saver is None else self._saver.owner
 
     def wants_to_save(self) -> bool:
-        """Whether a checkpoint is due by the clock; rank 0's decides, and the others agree."""
+        """True where a checkpoint is due by the clock of rank 0; the other ranks follow it."""
         minutes = save_interval_in_mins(self.options)
         return minutes is not None and self._job.is_main and time.monotonic() - self._saved_at > 60 * minutes
 
@@ -197,7 +197,7 @@ class CheckpointStore:
         self._saver.manifest = {**others, **named}
 
     def put_off(self) -> None:
-        """What was due is left out: the clock begins anew."""
+        """Skip the checkpoint that is due and restart the clock."""
         self._saved_at = time.monotonic()
 
     def is_due(self, progress: Progress, agreed: Agreed) -> bool:

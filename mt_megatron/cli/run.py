@@ -213,6 +213,8 @@ def _recorded(args: argparse.Namespace) -> Recorded | None:
         raise RunError(str(error)) from error
     if found is None and args.run_dir is not None:
         raise RunError("--run-dir has nothing to hold: give --megascan base, --megascope live, or both")
+    if args.megascope_interval is not None and (found is None or found.scope == "off"):
+        raise RunError("--megascope-interval applies to MegaScope alone: give --megascope record or live too")
     return found
 
 

@@ -1,6 +1,6 @@
-"""What a script of others does with Megatron-Core, told to whoever observes it: groups, schedules, updates.
+"""Observe how an unmodified script uses Megatron-Core: process groups, schedules, optimizer updates.
 
-One observer, for the whole process, whom ``mt-megatron run`` sets where it is asked to record. Without one
+A process has at most one observer, which ``mt-megatron run --megascan`` or ``--megascope`` sets. Without it
 the patched functions (``patches.events.script``) call upstream's after one check.
 """
 
@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 
 class Observer(Protocol):
-    """Hears of it in the script's own thread, on every rank at the same point of the program."""
+    """Methods are called in the script's own thread, on every rank at the same point of the program."""
 
     def groups_made(self) -> None:
         """Megatron-Core's process groups exist, on all ranks; the observer may communicate."""
@@ -38,7 +38,7 @@ observer: Observer | None = None
 
 
 def observe(one: Observer | None) -> None:
-    """Tell ``one`` from now on; None: nobody."""
+    """Make ``one`` the observer of this process; None removes the present one."""
     global observer
     observer = one
 

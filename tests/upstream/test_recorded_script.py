@@ -162,6 +162,12 @@ def test_what_cannot_be_recorded_is_refused_before_the_script(wanted: dict[str, 
         recorded_of(wanted)
 
 
+@pytest.mark.parametrize("recorded", [["--megascan", "base", "--run-dir", "r"], []])
+def test_an_interval_without_megascope_is_refused(recorded: list[str], capsys: Any) -> None:
+    assert main(["run", "--backend", "cpu", *recorded, "--megascope-interval", "5", "--", __file__]) == 2
+    assert "--megascope-interval applies to MegaScope alone" in capsys.readouterr().err
+
+
 def test_children_record_as_their_parent(tmp_path: Path) -> None:
     asked = recorded_of({MEGASCAN: "full", RUN_DIR: str(tmp_path)})
     assert asked is not None and (asked.scan, asked.scope, asked.interval) == ("full", "off", 20)

@@ -1,4 +1,4 @@
-"""Records a script of others: opens MegaScan and MegaScope beside it and tells them what it does.
+"""Record an unmodified script: open MegaScan and MegaScope, and report the script's steps to them.
 
 The group by which ranks agree is made where ``initialize_model_parallel`` ends; recording begins with the
 first training schedule, by which the model, its sizes and the number of the step are known. A step ends where

@@ -1,4 +1,4 @@
-"""A script of others as the scope's pause and lab see it (``mt_megatron.scope.trainer.Trainer``)."""
+"""Adapter from an unmodified script to ``mt_megatron.scope.trainer.Trainer``, for pause and lab."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Ranks:
 
 
 class ScriptTrainer:
-    """One rank of a script; ``launching.scripts.recording`` tells it what the script does."""
+    """One rank of a script; ``launching.scripts.recording`` sets what changes from step to step."""
 
     refused = _REFUSED
     tokenizer = None

@@ -1,4 +1,4 @@
-"""A script's groups, schedules and updates are told to the observer of ``seams.script``, if it has one."""
+"""Report a script's process groups, schedules and optimizer updates to the observer in ``seams.script``."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def patches(backend: Backend) -> list[Patch]:
             target=f"megatron.core.{target}",
             kind="wrap",
             feature="events",
-            reason="who records a script of others knows its steps by it; unobserved it is called as before",
+            reason="the recording of an unmodified script takes its steps from this call",
             body=body,
             digest=digest,
         )
